@@ -15,10 +15,9 @@ function(pagoda_test NAME)
   add_executable(${NAME} ${TEST_SOURCES})
   target_link_libraries(${NAME} PRIVATE pagoda_flags ${TEST_LIBRARIES} GTest::gmock GTest::gtest_main)
   target_include_directories(${NAME} PRIVATE ${CMAKE_SOURCE_DIR}/tests)
+  target_compile_options(${NAME} PRIVATE -O1 -g1)  # tests are compiled more often than run
   set_target_properties(${NAME} PROPERTIES
     RUNTIME_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/bin/tests)
-  # Each test is a process: memory a test leaks on purpose (a child killed in mid-write) is not
-  # counted against the binary.
   gtest_discover_tests(${NAME} TEST_PREFIX ${NAME}/ DISCOVERY_MODE PRE_TEST
     PROPERTIES LABELS "${TEST_LABELS}" TIMEOUT ${TEST_TIMEOUT})
 endfunction()
