@@ -142,7 +142,9 @@ void ThreadPool::parallel_for(std::size_t begin, std::size_t end, std::size_t gr
   wake_.notify_all();
   loop->run();
   loop->wait();
-  if (loop->error) std::rethrow_exception(loop->error);
+  // Moved out, so that the exception goes with its catcher and not with a helper that is still
+  // letting go of the loop.
+  if (const std::exception_ptr error = std::move(loop->error)) std::rethrow_exception(error);
 }
 
 void ThreadPool::stop(Stop how) {

@@ -1,0 +1,58 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+set -euo pipefail
+cd "$(dirname "$0")"
+
+usage() {
+  cat <<'TEXT'
+./test.sh            set up, build, run the fixed selection of tests, also under sanitizers
+./test.sh --all      everything, the slow tests included
+./test.sh --quick    the release build's selection only, without the sanitizers
+
+Tests whose hardware is absent are counted and named with the reason.
+TEXT
+}
+
+all=false sanitizers=(asan tsan)
+for flag in "$@"; do
+  case $flag in
+    --all) all=true ;;
+    --quick) sanitizers=() ;;
+    -h|--help) usage; exit 0 ;;
+    *) printf 'test.sh: unknown flag %s\n\n' "$flag" >&2; usage >&2; exit 2 ;;
+  esac
+done
+
+say() { printf '\033[1m== %s\033[0m\n' "$*"; }
+have_gpu() { [[ -e /dev/nvidia0 ]] || nvidia-smi -L > /dev/null 2>&1; }
+
+results=$(mktemp -d)
+trap 'rm -rf "$results"' EXIT
+
+# What is left out, and why: label → reason. The sanitizer builds leave out the same.
+left_out=()
+$all || left_out+=("slow: run by ./test.sh --all")
+have_gpu || left_out+=("cuda: there is no NVIDIA GPU here")
+
+run_tests() {
+  local preset=$1 entry arguments=() labels=()
+  for entry in ${left_out[@]+"${left_out[@]}"}; do labels+=("^${entry%%:*}$"); done
+  (( ${#labels[@]} )) && arguments+=(-LE "$(IFS='|'; echo "${labels[*]}")")
+  say "testing $preset"
+  ctest --preset "$preset" -j "$(nproc)" --quiet --output-junit "$results/$preset.xml" \
+    ${arguments[@]+"${arguments[@]}"} > "$results/$preset.log" 2>&1 || failed=true
+  for entry in ${left_out[@]+"${left_out[@]}"}; do
+    ctest --preset "$preset" -N -L "^${entry%%:*}$" > "$results/$preset.${entry%%:*}" 2> /dev/null
+    printf '%s\n' "${entry#*: }" >> "$results/$preset.${entry%%:*}"
+  done
+}
+
+failed=false
+started=$SECONDS
+for preset in release ${sanitizers[@]+"${sanitizers[@]}"}; do
+  scripts/bootstrap.sh "$preset"
+  run_tests "$preset"
+done
+.venv/bin/python scripts/test_summary.py "$results" || failed=true
+printf 'took %d min %02d s\n' $(( (SECONDS - started) / 60 )) $(( (SECONDS - started) % 60 ))
+! $failed

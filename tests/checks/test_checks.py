@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A check that cannot fail is worth nothing: each is run on a tree with one thing wrong."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+LICENCE = "// SPDX-License-Identifier: Apache-2.0\n"
+
+
+def run(check: str, root: Path) -> tuple[int, str]:
+    result = subprocess.run([sys.executable, str(HERE / check), str(root)], check=False,
+                            capture_output=True, text=True)
+    return result.returncode, result.stdout + result.stderr
+
+
+def write(root: Path, name: str, body: str) -> None:
+    path = root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(LICENCE + body)
+
+
+@pytest.mark.parametrize(("name", "include", "word"), [
+    ("src/pagoda/base/x.cpp", '"pagoda/io/swap_space.h"', "base/ may not include io/"),
+    ("src/pagoda/io/x.h", '"pagoda/device/stream.h"', "io/ may not include device/"),
+    ("src/pagoda/pager/x.h", '"pagoda/prefetch/trace.h"', "pager/ may not include prefetch/"),
+    ("src/pagoda/engine/x.h", '"pagoda/torch/observer.h"', "engine/ may not include torch/"),
+    ("src/pagoda/io/uring/x.cpp", '"pagoda/kernels/adam.h"', "io/ may not include kernels/"),
+    ("src/pagoda/engine/x.h", "<ATen/core/Tensor.h>", "include torch"),
+    ("src/pagoda/kernels/x.cpp", "<torch/torch.h>", "include torch"),
+    ("cli/main.cpp", "<c10/core/Device.h>", "include torch"),
+    ("src/pagoda/io/x.cpp", '"swap_space.h"', "as a path from src/"),
+    ("src/pagoda/misc/x.cpp", "<vector>", "not a layer of the design"),
+])
+def test_a_wrong_include_is_found(tmp_path: Path, name: str, include: str, word: str) -> None:
+    write(tmp_path, name, f"#include {include}\n")
+    code, output = run("layers.py", tmp_path)
+    assert code == 1
+    assert word in output
+    assert name in output
+
+
+def test_right_includes_pass(tmp_path: Path) -> None:
+    write(tmp_path, "src/pagoda/pager/x.h", '#include "pagoda/comm/group.h"\n#include <vector>\n')
+    write(tmp_path, "src/pagoda/torch/x.h", '#include <torch/library.h>\n#include "pagoda/io/x.h"\n')
+    write(tmp_path, "tests/unit/torch/x.cpp", "#include <ATen/ATen.h>\n")
+    write(tmp_path, "cli/main.cpp", '#include "pagoda/torch/version.h"\n')
+    assert run("layers.py", tmp_path)[0] == 0
+
+
+def test_an_empty_tree_does_not_pass(tmp_path: Path) -> None:
+    assert run("layers.py", tmp_path)[0] == 1
+    assert run("formatting.py", tmp_path)[0] == 1
+
+
+def test_bad_formatting_is_found(tmp_path: Path) -> None:
+    shutil.copy(HERE.parent.parent / ".clang-format", tmp_path)
+    write(tmp_path, "src/pagoda/base/x.cpp", "int x = 1;\n")
+    assert run("formatting.py", tmp_path)[0] == 0
+    write(tmp_path, "src/pagoda/base/x.cpp", "int  x=1 ;\n")
+    assert run("formatting.py", tmp_path)[0] == 1
+
+
+def test_a_missing_licence_line_is_found(tmp_path: Path) -> None:
+    shutil.copy(HERE.parent.parent / ".clang-format", tmp_path)
+    write(tmp_path, "src/pagoda/base/x.cpp", "int x = 1;\n")
+    (tmp_path / "src/pagoda/base/x.cpp").write_text("int x = 1;\n")
+    code, output = run("formatting.py", tmp_path)
+    assert code == 1
+    assert "SPDX" in output
