@@ -19,10 +19,8 @@
 ///     PAGODA_TRACE("pager", "fetch");            // one slice on this thread, until the scope ends
 ///     PAGODA_TRACE("pager", "fetch", {"bytes", n}, {"page", name});   // evaluated if recording
 ///
-/// Recording is off until start() and then costs one relaxed load and a branch a scope
-/// (`pagoda_bench
-/// --benchmark_filter=trace` shows it). One recorder serves the process; all functions may be
-/// called from any thread.
+/// Recording is off until start(); a scope then costs a relaxed load and a branch (`pagoda bench
+/// base` shows it). One recorder serves the process; all functions may be called from any thread.
 namespace pagoda::trace {
 
 namespace detail {
