@@ -23,7 +23,7 @@ for flag in "$@"; do
   esac
 done
 
-say() { printf '\033[1m== %s\033[0m\n' "$*"; }
+say() { printf '== %s\n' "$*"; }
 have_gpu() { [[ -e /dev/nvidia0 ]] || nvidia-smi -L > /dev/null 2>&1; }
 
 results=$(mktemp -d)

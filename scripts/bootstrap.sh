@@ -8,7 +8,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-say() { printf '\033[1m== %s\033[0m\n' "$*"; }
+say() { printf '== %s\n' "$*"; }
 fail() { printf 'pagoda: %s\n' "$*" >&2; exit 1; }
 
 # Debian packages whose file or command is missing; nothing missing, no apt call.
