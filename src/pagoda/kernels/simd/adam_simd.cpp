@@ -14,6 +14,7 @@ namespace pagoda::kernels {
 namespace HWY_NAMESPACE {
 
 struct AdamRule {
+  using Scalars = AdamScalars;
   static constexpr bool kHasVariance = true;
   VF grad_scale, l2, keep, beta1, rest1, beta2, rest2, step_size, unbias2, eps;
   bool has_l2;
@@ -35,22 +36,22 @@ struct AdamRule {
     g = hn::Mul(g, grad_scale);
     if (has_l2) g = hn::Add(g, hn::Mul(l2, p));
     p = hn::Mul(p, keep);
-    m = one_nan_or_normal(hn::Add(hn::Mul(beta1, m), hn::Mul(rest1, g)));
-    v = one_nan(hn::Add(hn::Mul(beta2, v), hn::Mul(rest2, hn::Mul(g, g))));
+    m = without_denormals(hn::Add(hn::Mul(beta1, m), hn::Mul(rest1, g)));
+    v = hn::Add(hn::Mul(beta2, v), hn::Mul(rest2, hn::Mul(g, g)));
     const VF divisor = hn::Add(hn::Mul(hn::Sqrt(v), unbias2), eps);
-    p = one_nan(hn::Sub(p, hn::Div(hn::Mul(step_size, m), divisor)));
+    p = hn::Sub(p, hn::Div(hn::Mul(step_size, m), divisor));
+    if (HWY_UNLIKELY(any_nan(p))) {  // a NaN in m or v always reaches p
+      p = one_nan(p);
+      m = one_nan(m);
+      v = one_nan(v);
+    }
   }
 };
 
 void adam(const AdamScalars& scalars, const OptimizerSlice& slice, RoundingKey key) {
-  const AdamRule rule(scalars);
-  const bool split = slice.rest != nullptr;
-  if (slice.momentum.type == Dtype::F32) {
-    return split ? run_for_grad<AdamRule, Moments::F32, true>(rule, slice, key)
-                 : run_for_grad<AdamRule, Moments::F32, false>(rule, slice, key);
-  }
-  return split ? run_for_grad<AdamRule, Moments::BF16, true>(rule, slice, key)
-               : run_for_grad<AdamRule, Moments::BF16, false>(rule, slice, key);
+  walk(slice.momentum.type == Dtype::F32 ? groups_for<AdamRule, Moments::F32>(slice)
+                                         : groups_for<AdamRule, Moments::BF16>(slice),
+       scalars, slice, key);
 }
 
 }  // namespace HWY_NAMESPACE

@@ -64,18 +64,20 @@ HWY_INLINE void store16(VU x, void* to) {
 
 // ---------------------------------------------------------------- NaN and denormals
 
+HWY_INLINE bool any_nan(VF x) {
+  return !hn::AllTrue(kF, hn::Eq(x, x));
+}
+
 /// Every NaN that arithmetic produced becomes the one quiet NaN: which operand's payload survives
 /// an operation differs between instruction sets and compilers.
 HWY_INLINE VF one_nan(VF x) {
   return hn::IfThenElse(hn::Eq(x, x), x, float_of(word(0x7FC00000U)));
 }
 
-/// one_nan(), and zero for what is denormal: a first moment that decays must not linger there,
-/// where every multiplication takes a hundred times as long.
-HWY_INLINE VF one_nan_or_normal(VF x) {
-  const VF smallest = hn::Set(kF, 0x1p-126F);
-  const VF rest = hn::IfThenZeroElse(hn::Eq(x, x), float_of(word(0x7FC00000U)));
-  return hn::IfThenElse(hn::Ge(hn::Abs(x), smallest), x, rest);
+/// Zero for what is denormal: a first moment that decays must not linger there, where every
+/// multiplication takes a hundred times as long. A NaN stays as it is.
+HWY_INLINE VF without_denormals(VF x) {
+  return hn::IfThenZeroElse(hn::Lt(hn::Abs(x), hn::Set(kF, 0x1p-126F)), x);
 }
 
 // ---------------------------------------------------------------- casts
@@ -224,14 +226,24 @@ HWY_INLINE VU join_lanes(VU param, VU rest, VU tie) {
 
 // ---------------------------------------------------------------- stochastic rounding
 
-/// The vector form of rounding_bits(), for elements index, index + 1, …
-HWY_INLINE VU random_lanes(RoundingKey key, std::uint32_t index) {
-  VU x = hn::Xor(hn::Iota(kU, index), word(key.first));
-  x = hn::Mul(hn::Xor(x, hn::ShiftRight<16>(x)), word(0x7FEB352DU));
-  x = hn::Add(x, word(key.second));
-  x = hn::Mul(hn::Xor(x, hn::ShiftRight<15>(x)), word(0x846CA68BU));
-  return hn::Xor(x, hn::ShiftRight<16>(x));
-}
+/// The vector form of rounding_bits() for one key.
+class RandomLanes {
+ public:
+  explicit HWY_INLINE RandomLanes(RoundingKey key)
+      : lanes_(hn::Iota(kU, 0)), first_(word(key.first)), second_(word(key.second)) {}
+
+  /// The random words of elements index, index + 1, …
+  HWY_INLINE VU at(std::uint32_t index) const {
+    VU x = hn::Xor(hn::Add(lanes_, word(index)), first_);
+    x = hn::Mul(hn::Xor(x, hn::ShiftRight<16>(x)), word(0x7FEB352DU));
+    x = hn::Add(x, second_);
+    x = hn::Mul(hn::Xor(x, hn::ShiftRight<15>(x)), word(0x846CA68BU));
+    return hn::Xor(x, hn::ShiftRight<16>(x));
+  }
+
+ private:
+  VU lanes_, first_, second_;
+};
 
 /// x rounded to bf16, up with the probability of its distance: `noise` is uniform in [0, 2¹⁶). x is
 /// not a NaN, or the one quiet NaN.

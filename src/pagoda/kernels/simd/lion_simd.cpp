@@ -14,6 +14,7 @@ namespace pagoda::kernels {
 namespace HWY_NAMESPACE {
 
 struct LionRule {
+  using Scalars = LionScalars;
   static constexpr bool kHasVariance = false;
   VF grad_scale, keep, lr, beta1, rest1, beta2, rest2;
 
@@ -33,16 +34,19 @@ struct LionRule {
     // ±lr, but 0 for 0 and NaN for NaN: neither is greater than 0 in size.
     const auto moves = hn::Gt(hn::Abs(direction), hn::Zero(kF));
     const VF change = hn::IfThenElse(moves, hn::CopySign(lr, direction), direction);
-    p = one_nan(hn::Sub(p, change));
-    m = one_nan_or_normal(hn::Add(hn::Mul(beta2, m), hn::Mul(rest2, g)));
+    p = hn::Sub(p, change);
+    m = without_denormals(hn::Add(hn::Mul(beta2, m), hn::Mul(rest2, g)));
+    if (HWY_UNLIKELY(any_nan(p) || any_nan(m))) {
+      p = one_nan(p);
+      m = one_nan(m);
+    }
   }
 };
 
 void lion(const LionScalars& scalars, const OptimizerSlice& slice, RoundingKey key) {
-  const LionRule rule(scalars);
-  return slice.momentum.type == Dtype::F32
-             ? run_for_grad<LionRule, Moments::F32, false>(rule, slice, key)
-             : run_for_grad<LionRule, Moments::BF16, false>(rule, slice, key);
+  walk(slice.momentum.type == Dtype::F32 ? groups_for<LionRule, Moments::F32>(slice)
+                                         : groups_for<LionRule, Moments::BF16>(slice),
+       scalars, slice, key);
 }
 
 }  // namespace HWY_NAMESPACE

@@ -15,6 +15,7 @@ namespace HWY_NAMESPACE {
 
 template <bool kMomentum>
 struct SgdRule {
+  using Scalars = SgdScalars;
   static constexpr bool kHasVariance = false;
   VF grad_scale, l2, keep, lr, momentum, input, lookahead;
   bool has_l2, nesterov;
@@ -35,21 +36,24 @@ struct SgdRule {
     if (has_l2) g = hn::Add(g, hn::Mul(l2, p));
     p = hn::Mul(p, keep);
     if constexpr (kMomentum) {
-      m = one_nan_or_normal(hn::Add(hn::Mul(momentum, m), hn::Mul(input, g)));
+      m = without_denormals(hn::Add(hn::Mul(momentum, m), hn::Mul(input, g)));
       g = nesterov ? hn::Add(g, hn::Mul(lookahead, m)) : m;
     }
-    p = one_nan(hn::Sub(p, hn::Mul(lr, g)));
+    p = hn::Sub(p, hn::Mul(lr, g));
+    if (HWY_UNLIKELY(any_nan(p) || any_nan(m))) {
+      p = one_nan(p);
+      m = one_nan(m);
+    }
   }
 };
 
 void sgd(const SgdScalars& scalars, const OptimizerSlice& slice, RoundingKey key) {
   if (!slice.momentum) {
-    return run_for_grad<SgdRule<false>, Moments::None, false>(SgdRule<false>(scalars), slice, key);
+    return walk(groups_for<SgdRule<false>, Moments::None>(slice), scalars, slice, key);
   }
-  const SgdRule<true> rule(scalars);
-  return slice.momentum.type == Dtype::F32
-             ? run_for_grad<SgdRule<true>, Moments::F32, false>(rule, slice, key)
-             : run_for_grad<SgdRule<true>, Moments::BF16, false>(rule, slice, key);
+  walk(slice.momentum.type == Dtype::F32 ? groups_for<SgdRule<true>, Moments::F32>(slice)
+                                         : groups_for<SgdRule<true>, Moments::BF16>(slice),
+       scalars, slice, key);
 }
 
 }  // namespace HWY_NAMESPACE

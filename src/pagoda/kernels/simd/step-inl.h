@@ -3,7 +3,7 @@
 // lets a rule change them, rounds and writes them back. Included once per target.
 //
 // A rule is a struct of broadcast scalars with
-//   static constexpr bool kHasVariance;
+//   using Scalars = …;  explicit Rule(const Scalars&);  static constexpr bool kHasVariance;
 //   void operator()(VF grad, VF& param, VF& momentum, VF& variance) const;
 // that leaves only numbers and the one quiet NaN behind.
 #if defined(PAGODA_KERNELS_STEP_INL_H) == defined(HWY_TARGET_TOGGLE)
@@ -25,9 +25,9 @@ namespace HWY_NAMESPACE {
 
 enum class Moments : std::uint8_t { None, F32, BF16 };
 
-/// What happens to the parameter. A loop-invariant branch rather than a template argument: it costs
-/// nothing beside the memory, and a quarter of the code.
-enum class Output : std::uint8_t { None, F32, BF16, F16, F32Stream, BF16Stream, F16Stream };
+/// What becomes of the master: it is the parameter, or is written once more in the parameter's
+/// type, or lives split in the parameter and a rest.
+enum class Output : std::uint8_t { None, F32, BF16, F16, Split };
 
 /// From this many elements on the parameter, which is only written, goes past the caches: a line
 /// need not be read first. Below, it may as well stay for whoever asked.
@@ -46,60 +46,31 @@ struct Arrays {
   std::byte* variance;
 };
 
-HWY_INLINE void put_param(Output output, VF p, std::byte* param, std::size_t i) {
-  switch (output) {
-    case Output::None:
-      return;
-    case Output::F32:
-      return store<Dtype::F32, false>(p, param + 4 * i);
-    case Output::BF16:
-      return store<Dtype::BF16, false, false>(p, param + 2 * i);
-    case Output::F16:
-      return store<Dtype::F16, false>(p, param + 2 * i);
-    case Output::F32Stream:
-      return store<Dtype::F32, true>(p, param + 4 * i);
-    case Output::BF16Stream:
-      return store<Dtype::BF16, true, false>(p, param + 2 * i);
-    case Output::F16Stream:
-      return store<Dtype::F16, true>(p, param + 2 * i);
-  }
-}
+/// Elements [begin, end), whole groups, of some arrays; `index` is the place of element 0 in its
+/// parameter. With `stream`, `param` is aligned to 64 bytes at `begin`.
+template <class Scalars>
+using GroupsFunction = void (*)(const Scalars&, const Arrays&, std::size_t begin, std::size_t end,
+                                bool stream, RoundingKey key, std::uint32_t index);
 
-template <class Rule, Dtype kGrad, Moments kMoments, bool kSplit>
+template <class Rule, Dtype kGrad, Moments kMoments, Output kOutput>
 class StepLoop {
  public:
-  static void run(const Rule& rule, const OptimizerSlice& slice, RoundingKey key) {
-    const Arrays a = {static_cast<const std::byte*>(slice.grad.data),
-                      slice.master,
-                      reinterpret_cast<std::uint16_t*>(slice.rest),
-                      static_cast<std::byte*>(slice.param.data),
-                      static_cast<std::byte*>(slice.momentum.data),
-                      static_cast<std::byte*>(slice.variance.data)};
-    const auto index = static_cast<std::uint32_t>(slice.first_index);
-    const std::size_t width = element_size(slice.param.type);
-    Output output = Output::None;
-    std::size_t i = 0;
-    if (!kSplit && a.param != nullptr) {
-      output = static_cast<Output>(1 + static_cast<int>(slice.param.type));
-      const std::size_t past_line = reinterpret_cast<std::uintptr_t>(a.param) % 64;
-      if (slice.count >= kStreamFrom && past_line % width == 0) {
-        const std::size_t head = (64 - past_line) % 64 / width;
-        if (head > 0) partial(rule, a, i, head, output, key, index);
-        i = head;
-        output = static_cast<Output>(3 + static_cast<int>(output));
+  static void groups(const typename Rule::Scalars& scalars, const Arrays& arrays, std::size_t begin,
+                     std::size_t end, bool stream, RoundingKey key, std::uint32_t index) {
+    // Copies that no store can reach: they stay in registers.
+    const Rule rule(scalars);
+    const RandomLanes noise(key);
+    const Arrays a = arrays;
+    for (std::size_t i = begin; i < end; i += kGroup) {
+      prefetch(a, i + kAhead);
+      for (std::size_t j = i; j < i + kGroup; j += kLanes) {
+        lanes(rule, a, j, stream, noise, index + static_cast<std::uint32_t>(j));
       }
     }
-    const Output in_cache =
-        output > Output::F16 ? static_cast<Output>(static_cast<int>(output) - 3) : output;
-    for (; i + kGroup <= slice.count; i += kGroup) {
-      prefetch(a, i + kAhead);
-      group(rule, a, i, output, key, index + static_cast<std::uint32_t>(i));
-    }
-    if (i < slice.count) partial(rule, a, i, slice.count - i, in_cache, key, index);
-    if (output != in_cache) hwy::FlushStream();
   }
 
  private:
+  static constexpr bool kSplit = kOutput == Output::Split;
   static constexpr std::size_t kGradSize = element_size(kGrad);
   static constexpr std::size_t kMomentSize = kMoments == Moments::BF16 ? 2 : 4;
 
@@ -122,16 +93,9 @@ class StepLoop {
     if constexpr (Rule::kHasVariance) prefetch_group<kMomentSize>(a.variance, i);
   }
 
-  static HWY_INLINE void group(const Rule& rule, const Arrays& a, std::size_t i, Output output,
-                               RoundingKey key, std::uint32_t index) {
-    for (std::size_t j = 0; j < kGroup; j += kLanes) {
-      lanes(rule, a, i + j, output, key, index + static_cast<std::uint32_t>(j));
-    }
-  }
-
   /// kLanes elements from i on; `index` is the first one's place in the parameter.
-  static HWY_INLINE void lanes(const Rule& rule, const Arrays& a, std::size_t i, Output output,
-                               RoundingKey key, std::uint32_t index) {
+  static HWY_INLINE void lanes(const Rule& rule, const Arrays& a, std::size_t i, bool stream,
+                               const RandomLanes& noise, std::uint32_t index) {
     constexpr Dtype kStored = kMoments == Moments::BF16 ? Dtype::BF16 : Dtype::F32;
     const VF g = load<kGrad>(a.grad + i * kGradSize);
     VF m = hn::Zero(kF);
@@ -156,7 +120,9 @@ class StepLoop {
       tie = split.tie;
     } else {
       hn::StoreU(p, kF, a.master + i);
-      put_param(output, p, a.param, i);
+      if constexpr (kOutput == Output::F32) put<Dtype::F32>(p, a.param + 4 * i, stream);
+      if constexpr (kOutput == Output::BF16) put<Dtype::BF16>(p, a.param + 2 * i, stream);
+      if constexpr (kOutput == Output::F16) put<Dtype::F16>(p, a.param + 2 * i, stream);
     }
     if constexpr (kMoments == Moments::F32) {
       hn::StoreU(m, kF, reinterpret_cast<float*>(a.momentum) + i);
@@ -165,7 +131,7 @@ class StepLoop {
         hn::StoreU(v, kF, reinterpret_cast<float*>(a.variance) + i);
       }
     } else if constexpr (kMoments == Moments::BF16) {
-      const VU random = random_lanes(key, index);
+      const VU random = noise.at(index);
       store16(to_bf16_stochastic(m, hn::And(random, word(0xFFFF))), a.momentum + 2 * i);
       if constexpr (Rule::kHasVariance) {
         VU half = to_bf16_stochastic(v, hn::ShiftRight<16>(random));
@@ -175,52 +141,100 @@ class StepLoop {
     }
   }
 
-  /// `count` < kGroup elements from i on, by way of a group on the stack: there is no second form
-  /// of the arithmetic for the ends of an array.
-  static HWY_NOINLINE void partial(const Rule& rule, const Arrays& a, std::size_t i,
-                                   std::size_t count, Output output, RoundingKey key,
-                                   std::uint32_t index) {
-    alignas(64) std::byte grad[4 * kGroup] = {};
-    alignas(64) float master[kGroup] = {};
-    alignas(64) std::uint16_t rest[kGroup] = {};
-    alignas(64) std::byte param[4 * kGroup] = {};
-    alignas(64) std::byte momentum[4 * kGroup] = {};
-    alignas(64) std::byte variance[4 * kGroup] = {};
-    const std::size_t param_size = output == Output::F32 ? 4 : 2;
-    const auto copy_in = [&](void* to, const void* from, std::size_t size) {
-      if (from != nullptr)
-        std::memcpy(to, static_cast<const std::byte*>(from) + i * size, count * size);
-    };
-    const auto copy_out = [&](void* to, const void* from, std::size_t size) {
-      if (to != nullptr) std::memcpy(static_cast<std::byte*>(to) + i * size, from, count * size);
-    };
-    copy_in(grad, a.grad, kGradSize);
-    copy_in(master, a.master, 4);
-    copy_in(rest, a.rest, 2);
-    if constexpr (kSplit) copy_in(param, a.param, 2);
-    if constexpr (kMoments != Moments::None) copy_in(momentum, a.momentum, kMomentSize);
-    if constexpr (Rule::kHasVariance) copy_in(variance, a.variance, kMomentSize);
-    const Arrays local = {grad, master, rest, param, momentum, variance};
-    group(rule, local, 0, output, key, index + static_cast<std::uint32_t>(i));
-    copy_out(a.master, master, 4);
-    copy_out(a.rest, rest, 2);
-    if (kSplit || output != Output::None) copy_out(a.param, param, param_size);
-    if constexpr (kMoments != Moments::None) copy_out(a.momentum, momentum, kMomentSize);
-    if constexpr (Rule::kHasVariance) copy_out(a.variance, variance, kMomentSize);
+  template <Dtype kType>
+  static HWY_INLINE void put(VF p, std::byte* to, bool stream) {
+    if (stream) {
+      store<kType, true, false>(p, to);
+    } else {
+      store<kType, false, false>(p, to);
+    }
   }
 };
 
-/// Picks the loop for the types of the slice.
-template <class Rule, Moments kMoments, bool kSplit>
-void run_for_grad(const Rule& rule, const OptimizerSlice& slice, RoundingKey key) {
+/// Elements [begin, begin + count), fewer than a group, by way of a group on the stack: there is no
+/// second form of the arithmetic for the ends of an array.
+template <class Scalars>
+void partial_group(GroupsFunction<Scalars> groups, const Scalars& scalars,
+                   const OptimizerSlice& slice, std::size_t begin, std::size_t count,
+                   RoundingKey key) {
+  alignas(64) std::byte grad[4 * kGroup] = {};
+  alignas(64) float master[kGroup] = {};
+  alignas(64) std::uint16_t rest[kGroup] = {};
+  alignas(64) std::byte param[4 * kGroup] = {};
+  alignas(64) std::byte momentum[4 * kGroup] = {};
+  alignas(64) std::byte variance[4 * kGroup] = {};
+  const OptimizerSlice part = slice.part(begin, begin + count);
+  const auto copy = [&](void* to, const void* from, std::size_t size) {
+    if (to != nullptr && from != nullptr) std::memcpy(to, from, count * size);
+  };
+  const std::size_t param_size = element_size(part.param.type);
+  const std::size_t moment_size = element_size(part.momentum.type);
+  copy(grad, part.grad.data, element_size(part.grad.type));
+  copy(master, part.master, sizeof(float));
+  copy(rest, part.rest, sizeof(std::uint16_t));
+  copy(param, part.param.data, param_size);
+  copy(momentum, part.momentum.data, moment_size);
+  copy(variance, part.variance.data, moment_size);
+  const Arrays local = {grad, master, rest, param, momentum, variance};
+  groups(scalars, local, 0, kGroup, false, key, static_cast<std::uint32_t>(part.first_index));
+  copy(part.master, master, sizeof(float));
+  copy(part.rest, rest, sizeof(std::uint16_t));
+  copy(part.param.data, param, param_size);
+  copy(part.momentum.data, momentum, moment_size);
+  copy(part.variance.data, variance, moment_size);
+}
+
+/// A whole slice: what precedes the first full line of a streamed parameter, the groups, the rest.
+template <class Scalars>
+void walk(GroupsFunction<Scalars> groups, const Scalars& scalars, const OptimizerSlice& slice,
+          RoundingKey key) {
+  const Arrays a = {
+      static_cast<const std::byte*>(slice.grad.data), slice.master,
+      reinterpret_cast<std::uint16_t*>(slice.rest),   static_cast<std::byte*>(slice.param.data),
+      static_cast<std::byte*>(slice.momentum.data),   static_cast<std::byte*>(slice.variance.data)};
+  const bool write_only = slice.param && slice.rest == nullptr;
+  const bool stream = write_only && slice.count >= kStreamFrom;
+  std::size_t i = 0;
+  if (stream) {
+    const std::size_t past_line = reinterpret_cast<std::uintptr_t>(a.param) % 64;
+    i = (64 - past_line) % 64 / element_size(slice.param.type);
+    if (i > 0) partial_group(groups, scalars, slice, 0, i, key);
+  }
+  const std::size_t end = i + (slice.count - i) / kGroup * kGroup;
+  groups(scalars, a, i, end, stream, key, static_cast<std::uint32_t>(slice.first_index));
+  if (end < slice.count) partial_group(groups, scalars, slice, end, slice.count - end, key);
+  if (stream) hwy::FlushStream();
+}
+
+template <class Rule, Dtype kGrad, Moments kMoments>
+GroupsFunction<typename Rule::Scalars> groups_for_output(const OptimizerSlice& slice) {
+  if constexpr (Rule::kHasVariance) {
+    if (slice.rest != nullptr) return StepLoop<Rule, kGrad, kMoments, Output::Split>::groups;
+  }
+  if (!slice.param) return StepLoop<Rule, kGrad, kMoments, Output::None>::groups;
+  switch (slice.param.type) {
+    case Dtype::F32:
+      return StepLoop<Rule, kGrad, kMoments, Output::F32>::groups;
+    case Dtype::BF16:
+      return StepLoop<Rule, kGrad, kMoments, Output::BF16>::groups;
+    case Dtype::F16:
+      return StepLoop<Rule, kGrad, kMoments, Output::F16>::groups;
+  }
+  return nullptr;
+}
+
+/// The loop for the types of the slice.
+template <class Rule, Moments kMoments>
+GroupsFunction<typename Rule::Scalars> groups_for(const OptimizerSlice& slice) {
   switch (slice.grad.type) {
     case Dtype::F32:
-      return StepLoop<Rule, Dtype::F32, kMoments, kSplit>::run(rule, slice, key);
+      return groups_for_output<Rule, Dtype::F32, kMoments>(slice);
     case Dtype::BF16:
-      return StepLoop<Rule, Dtype::BF16, kMoments, kSplit>::run(rule, slice, key);
+      return groups_for_output<Rule, Dtype::BF16, kMoments>(slice);
     case Dtype::F16:
-      return StepLoop<Rule, Dtype::F16, kMoments, kSplit>::run(rule, slice, key);
+      return groups_for_output<Rule, Dtype::F16, kMoments>(slice);
   }
+  return nullptr;
 }
 
 }  // namespace HWY_NAMESPACE
