@@ -233,15 +233,23 @@ BenchRow measure(const Variant& variant, std::size_t count, std::size_t threads,
   if (!variant.streams.write.empty()) styles = {{false, true}, {true, true}, {true, false}};
   std::vector<std::vector<double>> probe_times(styles.size());
   std::vector<double> times;
+  // A style that lost the first two rounds by a fifth is not the limit, and only costs time.
+  std::vector<bool> lost(styles.size(), false);
   crew.time(count, variant.run);  // pages, caches and clocks settle
   for (std::size_t round = 0; round < rounds; ++round) {
     times.push_back(crew.time(count, variant.run));
     for (std::size_t i = 0; i < styles.size(); ++i) {
-      // A style that lost the first two rounds by a tenth is not the limit.
-      if (round >= 2 && median(probe_times[i]) > 1.1 * median(probe_times[0]) && i > 0) continue;
+      if (lost[i]) continue;
       probe_times[i].push_back(crew.time(count, [&](std::size_t begin, std::size_t end) {
         probe.run(begin, end, styles[i], kernels::best_isa());
       }));
+    }
+    if (round == 1) {
+      std::vector<double> best;
+      for (const auto& each : probe_times) best.push_back(std::ranges::min(each));
+      for (std::size_t i = 0; i < styles.size(); ++i) {
+        lost[i] = best[i] > 1.2 * std::ranges::min(best);
+      }
     }
   }
   double limit = 0;

@@ -23,8 +23,10 @@ constexpr std::size_t kCastAhead = 1024;  // elements
 
 template <Dtype kFrom, Dtype kTo, bool kStream>
 HWY_INLINE void cast_group(const std::byte* from, std::byte* to) {
-  for (std::size_t j = 0; j < kGroup; j += kLanes) {
-    store<kTo, kStream>(load<kFrom>(from + j * element_size(kFrom)), to + j * element_size(kTo));
+  constexpr std::size_t kNext = kLanes * element_size(kFrom);
+  for (std::size_t j = 0; j < kGroup; j += 2 * kLanes) {
+    const std::byte* at = from + j * element_size(kFrom);
+    store<kTo, kStream>(load<kFrom>(at), load<kFrom>(at + kNext), to + j * element_size(kTo));
   }
 }
 
@@ -96,8 +98,8 @@ template <Dtype kVariance>
 HWY_INLINE void split_one(const float* master, std::uint16_t* param, std::uint16_t* rest,
                           std::byte* variance) {
   const Split split = split_lanes(hn::LoadU(kU, reinterpret_cast<const std::uint32_t*>(master)));
-  store16(split.param, param);
-  store16(split.rest, rest);
+  store16(hn::ShiftRight<16>(split.param), param);
+  store16(hn::And(split.rest, word(0xFFFF)), rest);
   if constexpr (kVariance == Dtype::F32) {
     auto* v = reinterpret_cast<std::uint32_t*>(variance);
     const VU size = hn::And(hn::LoadU(kU, v), word(0x7FFFFFFFU));

@@ -30,15 +30,17 @@ using D16 = hn::Rebind<std::uint16_t, DF>;
 using VF = hn::Vec<DF>;
 using VU = hn::Vec<DU>;
 using V16 = hn::Vec<D16>;
+using DPair = hn::Repartition<std::uint16_t, DU>;  // as many 16-bit lanes as two vectors have
 
 constexpr DF kF{};
 constexpr DU kU{};
 constexpr D16 k16{};
+constexpr DPair kPair{};
 constexpr std::size_t kLanes = hn::MaxLanes(DF{});
 
 /// Elements a loop takes at once: a full cache line of 16-bit elements, two of fp32.
 constexpr std::size_t kGroup = 32;
-static_assert(kGroup % kLanes == 0);
+static_assert(kGroup % (2 * kLanes) == 0);
 
 HWY_INLINE VU bits_of(VF x) {
   return hn::BitCast(kU, x);
@@ -61,6 +63,59 @@ HWY_INLINE VU load16(const void* from) {
 HWY_INLINE void store16(VU x, void* to) {
   hn::StoreU(narrow(x), k16, static_cast<std::uint16_t*>(to));
 }
+
+/// A constant that the compiler must take for a variable, or it would make it anew in every round
+/// of a loop.
+HWY_INLINE VU held_word(std::uint32_t value) {
+  asm volatile("" : "+r"(value));
+  return hn::Set(kU, value);
+}
+
+/// Stores 2·kLanes 16-bit elements; with kStream past the caches, and `to` is then aligned.
+template <bool kStream, class V>
+HWY_INLINE void store_pair(V x, void* to) {
+  auto* out = static_cast<std::uint16_t*>(to);
+  if constexpr (kStream) {
+    hn::Stream(x, kPair, out);
+  } else {
+    hn::StoreU(x, kPair, out);
+  }
+}
+
+#if HWY_TARGET == HWY_SCALAR  // no vector holds two: one after the other
+
+template <bool kStream>
+HWY_INLINE void store_high(VU a, VU b, void* to) {
+  store16(hn::ShiftRight<16>(a), to);
+  store16(hn::ShiftRight<16>(b), static_cast<std::uint16_t*>(to) + 1);
+}
+HWY_INLINE void store_low(VU a, VU b, void* to) {
+  store16(hn::And(a, word(0xFFFF)), to);
+  store16(hn::And(b, word(0xFFFF)), static_cast<std::uint16_t*>(to) + 1);
+}
+template <bool kStream>
+HWY_INLINE void store_halves(V16 a, V16 b, void* to) {
+  hn::StoreU(a, k16, static_cast<std::uint16_t*>(to));
+  hn::StoreU(b, k16, static_cast<std::uint16_t*>(to) + 1);
+}
+
+#else
+
+/// Stores the upper halves of the lanes of a, then of b.
+template <bool kStream>
+HWY_INLINE void store_high(VU a, VU b, void* to) {
+  store_pair<kStream>(hn::ConcatOdd(kPair, hn::BitCast(kPair, b), hn::BitCast(kPair, a)), to);
+}
+/// Stores the lower halves of the lanes of a, then of b.
+HWY_INLINE void store_low(VU a, VU b, void* to) {
+  store_pair<false>(hn::ConcatEven(kPair, hn::BitCast(kPair, b), hn::BitCast(kPair, a)), to);
+}
+template <bool kStream>
+HWY_INLINE void store_halves(V16 a, V16 b, void* to) {
+  store_pair<kStream>(hn::Combine(kPair, b, a), to);
+}
+
+#endif
 
 // ---------------------------------------------------------------- NaN and denormals
 
@@ -86,20 +141,22 @@ HWY_INLINE VF from_bf16(VU half) {
   return float_of(hn::ShiftLeft<16>(half));
 }
 
-/// Round to nearest even where x is not a NaN, or the one quiet NaN.
-HWY_INLINE VU to_bf16_of_number(VF x) {
+/// Round to nearest even, in the upper half of the lane (the lower is not zero), where x is not a
+/// NaN or the one quiet NaN.
+HWY_INLINE VU rounded_number(VF x) {
   const VU bits = bits_of(x);
   const VU odd = hn::And(hn::ShiftRight<16>(bits), word(1));
-  return hn::ShiftRight<16>(hn::Add(hn::Add(bits, word(0x7FFF)), odd));
+  return hn::Add(hn::Add(bits, word(0x7FFF)), odd);
 }
 
 HWY_INLINE hn::Mask<DU> is_nan_bits(VU bits) {
   return hn::Gt(hn::And(bits, word(0x7FFFFFFFU)), word(0x7F800000U));
 }
 
-HWY_INLINE VU to_bf16(VF x) {
-  const VU quiet = hn::Or(hn::ShiftRight<16>(bits_of(x)), word(0x0040));
-  return hn::IfThenElse(is_nan_bits(bits_of(x)), quiet, to_bf16_of_number(x));
+/// The same for any x.
+HWY_INLINE VU rounded(VF x) {
+  const VU quiet = hn::Or(bits_of(x), word(0x00400000U));
+  return hn::IfThenElse(is_nan_bits(bits_of(x)), quiet, rounded_number(x));
 }
 
 #if HWY_TARGET == HWY_AVX2 || HWY_TARGET == HWY_AVX3
@@ -164,53 +221,44 @@ HWY_INLINE VF load(const void* from) {
   }
 }
 
-/// Highway's Stream() writes whole registers of at least 16 bytes: fewer 16-bit lanes cannot use
-/// it.
-constexpr bool kCanStream16 = kLanes * sizeof(std::uint16_t) >= 16;
-
-/// Rounds x to T and stores it. With kStream, past the caches: `to` is then aligned to the vector.
+/// Rounds 2·kLanes elements to T and stores them. With kStream, past the caches: `to` is then
+/// aligned to the vector. Without kMayBeNan, a NaN is the one quiet NaN.
 template <Dtype T, bool kStream, bool kMayBeNan = true>
-HWY_INLINE void store(VF x, void* to) {
+HWY_INLINE void store(VF a, VF b, void* to) {
   if constexpr (T == Dtype::F32) {
     auto* out = static_cast<float*>(to);
     if constexpr (kStream) {
-      hn::Stream(x, kF, out);
+      hn::Stream(a, kF, out);
+      hn::Stream(b, kF, out + kLanes);
     } else {
-      hn::StoreU(x, kF, out);
+      hn::StoreU(a, kF, out);
+      hn::StoreU(b, kF, out + kLanes);
     }
+  } else if constexpr (T == Dtype::F16) {
+    store_halves<kStream>(to_fp16(a), to_fp16(b), to);
+  } else if constexpr (kMayBeNan) {
+    store_high<kStream>(rounded(a), rounded(b), to);
   } else {
-    V16 half;
-    if constexpr (T == Dtype::F16) {
-      half = to_fp16(x);
-    } else {
-      half = narrow(kMayBeNan ? to_bf16(x) : to_bf16_of_number(x));
-    }
-    auto* out = static_cast<std::uint16_t*>(to);
-    if constexpr (kStream && kCanStream16) {
-      hn::Stream(half, k16, out);
-    } else {
-      hn::StoreU(half, k16, out);
-    }
+    store_high<kStream>(rounded_number(a), rounded_number(b), to);
   }
 }
 
 // ---------------------------------------------------------------- split master
 
 struct Split {
-  VU param;
-  VU rest;
-  VU tie;  // bit 31
+  VU param;  // in the upper half, the lower is not zero
+  VU rest;   // in the lower half, the upper is not zero
+  VU tie;    // bit 31
 };
 
 /// The vector form of split_master().
 HWY_INLINE Split split_lanes(VU bits) {
-  const VU low = hn::And(bits, word(0xFFFF));
-  const VU high = hn::ShiftRight<16>(bits);
-  const VU param = to_bf16(float_of(bits));
+  const VU param = rounded(float_of(bits));
   // Rounding changed the upper half, though the lower is exactly half or, in a NaN, anything.
-  const auto changed = hn::Ne(param, high);
-  const auto marked = hn::Or(hn::Eq(low, word(0x8000)), is_nan_bits(bits));
-  return {param, low, hn::IfThenElseZero(hn::And(changed, marked), word(0x80000000U))};
+  const auto changed = hn::Ne(hn::ShiftRight<16>(param), hn::ShiftRight<16>(bits));
+  const auto half = hn::Eq(hn::And(bits, word(0xFFFF)), word(0x8000));
+  const auto marked = hn::And(changed, hn::Or(half, is_nan_bits(bits)));
+  return {param, bits, hn::IfThenElseZero(marked, word(0x80000000U))};
 }
 
 /// The vector form of join_master(). `tie` may hold other bits beside bit 31.
@@ -224,32 +272,57 @@ HWY_INLINE VU join_lanes(VU param, VU rest, VU tie) {
   return hn::IfThenElse(is_nan, nan, number);
 }
 
+/// split_lanes() where x is a number or the one quiet NaN.
+HWY_INLINE Split split_number(VF x) {
+  const VU bits = bits_of(x);
+  const VU param = rounded_number(x);
+  // With a lower half of exactly 0x8000 the sum's is 0xFFFF, or 0 where the tie went up.
+  const VU both = hn::ShiftLeft<16>(hn::Or(hn::Xor(bits, word(0x8000)), param));
+  return {param, bits, hn::IfThenElseZero(hn::Eq(both, hn::Zero(kU)), word(0x80000000U))};
+}
+
+/// join_lanes() where the payload of a NaN does not matter: it stays some NaN.
+HWY_INLINE VU join_number(VU param, VU rest, VU tie) {
+  const VU joined = hn::Or(hn::ShiftLeft<16>(param), rest);
+  const auto up = hn::Gt(hn::Add(rest, hn::ShiftRight<31>(tie)), word(0x8000));
+  return hn::Sub(joined, hn::IfThenElseZero(up, word(0x10000U)));
+}
+
 // ---------------------------------------------------------------- stochastic rounding
 
 /// The vector form of rounding_bits() for one key.
 class RandomLanes {
  public:
   explicit HWY_INLINE RandomLanes(RoundingKey key)
-      : lanes_(hn::Iota(kU, 0)), first_(word(key.first)), second_(word(key.second)) {}
+      : lanes_(hn::Iota(kU, 0)),
+        first_(word(key.first)),
+        second_(word(key.second)),
+        multiplier1_(held_word(0x7FEB352DU)),
+        multiplier2_(held_word(0x846CA68BU)),
+        lower_(held_word(0xFFFFU)) {}
 
   /// The random words of elements index, index + 1, …
   HWY_INLINE VU at(std::uint32_t index) const {
     VU x = hn::Xor(hn::Add(lanes_, word(index)), first_);
-    x = hn::Mul(hn::Xor(x, hn::ShiftRight<16>(x)), word(0x7FEB352DU));
+    x = hn::Mul(hn::Xor(x, hn::ShiftRight<16>(x)), multiplier1_);
     x = hn::Add(x, second_);
-    x = hn::Mul(hn::Xor(x, hn::ShiftRight<15>(x)), word(0x846CA68BU));
+    x = hn::Mul(hn::Xor(x, hn::ShiftRight<15>(x)), multiplier2_);
     return hn::Xor(x, hn::ShiftRight<16>(x));
   }
 
- private:
-  VU lanes_, first_, second_;
-};
+  /// x rounded to bf16 in the upper half of the lane, up with the probability of its distance, by
+  /// the lower half of `random`. x is not a NaN, or the one quiet NaN.
+  HWY_INLINE VU round_by_low(VF x, VU random) const {
+    return hn::Add(bits_of(x), hn::And(random, lower_));
+  }
+  /// The same by the upper half.
+  HWY_INLINE VU round_by_high(VF x, VU random) const {
+    return hn::Add(bits_of(x), hn::ShiftRight<16>(random));
+  }
 
-/// x rounded to bf16, up with the probability of its distance: `noise` is uniform in [0, 2¹⁶). x is
-/// not a NaN, or the one quiet NaN.
-HWY_INLINE VU to_bf16_stochastic(VF x, VU noise) {
-  return hn::ShiftRight<16>(hn::Add(bits_of(x), noise));
-}
+ private:
+  VU lanes_, first_, second_, multiplier1_, multiplier2_, lower_;
+};
 
 }  // namespace HWY_NAMESPACE
 }  // namespace pagoda::kernels

@@ -63,8 +63,8 @@ class StepLoop {
     const Arrays a = arrays;
     for (std::size_t i = begin; i < end; i += kGroup) {
       prefetch(a, i + kAhead);
-      for (std::size_t j = i; j < i + kGroup; j += kLanes) {
-        lanes(rule, a, j, stream, noise, index + static_cast<std::uint32_t>(j));
+      for (std::size_t j = i; j < i + kGroup; j += 2 * kLanes) {
+        pair(rule, a, j, stream, noise, index + static_cast<std::uint32_t>(j));
       }
     }
   }
@@ -93,60 +93,75 @@ class StepLoop {
     if constexpr (Rule::kHasVariance) prefetch_group<kMomentSize>(a.variance, i);
   }
 
-  /// kLanes elements from i on; `index` is the first one's place in the parameter.
-  static HWY_INLINE void lanes(const Rule& rule, const Arrays& a, std::size_t i, bool stream,
-                               const RandomLanes& noise, std::uint32_t index) {
-    constexpr Dtype kStored = kMoments == Moments::BF16 ? Dtype::BF16 : Dtype::F32;
-    const VF g = load<kGrad>(a.grad + i * kGradSize);
-    VF m = hn::Zero(kF);
-    VF v = hn::Zero(kF);
-    if constexpr (kMoments != Moments::None) m = load<kStored>(a.momentum + i * kMomentSize);
-    if constexpr (Rule::kHasVariance) v = load<kStored>(a.variance + i * kMomentSize);
-    VF p;
-    if constexpr (kSplit) {
-      p = float_of(join_lanes(load16(a.param + 2 * i), load16(a.rest + i), bits_of(v)));
-      v = hn::Abs(v);
-    } else {
-      p = hn::LoadU(kF, a.master + i);
-    }
+  /// kLanes elements, from memory through the rule.
+  struct Lanes {
+    VF p, m, v;
 
-    rule(g, p, m, v);
-
-    VU tie = hn::Zero(kU);
-    if constexpr (kSplit) {
-      const Split split = split_lanes(bits_of(p));
-      store16(split.param, a.param + 2 * i);
-      store16(split.rest, a.rest + i);
-      tie = split.tie;
-    } else {
-      hn::StoreU(p, kF, a.master + i);
-      if constexpr (kOutput == Output::F32) put<Dtype::F32>(p, a.param + 4 * i, stream);
-      if constexpr (kOutput == Output::BF16) put<Dtype::BF16>(p, a.param + 2 * i, stream);
-      if constexpr (kOutput == Output::F16) put<Dtype::F16>(p, a.param + 2 * i, stream);
+    HWY_INLINE Lanes(const Rule& rule, const Arrays& a, std::size_t i) {
+      constexpr Dtype kStored = kMoments == Moments::BF16 ? Dtype::BF16 : Dtype::F32;
+      const VF g = load<kGrad>(a.grad + i * kGradSize);
+      m = v = hn::Zero(kF);
+      if constexpr (kMoments != Moments::None) m = load<kStored>(a.momentum + i * kMomentSize);
+      if constexpr (Rule::kHasVariance) v = load<kStored>(a.variance + i * kMomentSize);
+      if constexpr (kSplit) {
+        p = float_of(join_number(load16(a.param + 2 * i), load16(a.rest + i), bits_of(v)));
+        v = hn::Abs(v);
+      } else {
+        p = hn::LoadU(kF, a.master + i);
+      }
+      rule(g, p, m, v);
     }
+  };
+
+  /// Two vectors from element i on; `index` is the first one's place in the parameter.
+  static HWY_INLINE void pair(const Rule& rule, const Arrays& a, std::size_t i, bool stream,
+                              const RandomLanes& noise, std::uint32_t index) {
+    Lanes x(rule, a, i);
+    Lanes y(rule, a, i + kLanes);
+    if constexpr (kSplit) {
+      const Split split_x = split_number(x.p);
+      const Split split_y = split_number(y.p);
+      store_high<false>(split_x.param, split_y.param, a.param + 2 * i);
+      store_low(split_x.rest, split_y.rest, a.rest + i);
+      store_moments(x, y, split_x.tie, split_y.tie, a, i, noise, index);
+    } else {
+      hn::StoreU(x.p, kF, a.master + i);
+      hn::StoreU(y.p, kF, a.master + i + kLanes);
+      if constexpr (kOutput == Output::F32) put<Dtype::F32>(x.p, y.p, a.param + 4 * i, stream);
+      if constexpr (kOutput == Output::BF16) put<Dtype::BF16>(x.p, y.p, a.param + 2 * i, stream);
+      if constexpr (kOutput == Output::F16) put<Dtype::F16>(x.p, y.p, a.param + 2 * i, stream);
+      store_moments(x, y, hn::Zero(kU), hn::Zero(kU), a, i, noise, index);
+    }
+  }
+
+  /// The ties go to the signs of the variance.
+  static HWY_INLINE void store_moments(const Lanes& x, const Lanes& y, VU tie_x, VU tie_y,
+                                       const Arrays& a, std::size_t i, const RandomLanes& noise,
+                                       std::uint32_t index) {
     if constexpr (kMoments == Moments::F32) {
-      hn::StoreU(m, kF, reinterpret_cast<float*>(a.momentum) + i);
+      store<Dtype::F32, false>(x.m, y.m, a.momentum + 4 * i);
       if constexpr (Rule::kHasVariance) {
-        if constexpr (kSplit) v = float_of(hn::Or(bits_of(v), tie));
-        hn::StoreU(v, kF, reinterpret_cast<float*>(a.variance) + i);
+        store<Dtype::F32, false>(float_of(hn::Or(bits_of(x.v), tie_x)),
+                                 float_of(hn::Or(bits_of(y.v), tie_y)), a.variance + 4 * i);
       }
     } else if constexpr (kMoments == Moments::BF16) {
-      const VU random = noise.at(index);
-      store16(to_bf16_stochastic(m, hn::And(random, word(0xFFFF))), a.momentum + 2 * i);
+      const VU random_x = noise.at(index);
+      const VU random_y = noise.at(index + static_cast<std::uint32_t>(kLanes));
+      store_high<false>(noise.round_by_low(x.m, random_x), noise.round_by_low(y.m, random_y),
+                        a.momentum + 2 * i);
       if constexpr (Rule::kHasVariance) {
-        VU half = to_bf16_stochastic(v, hn::ShiftRight<16>(random));
-        if constexpr (kSplit) half = hn::Or(half, hn::ShiftRight<16>(tie));
-        store16(half, a.variance + 2 * i);
+        store_high<false>(hn::Or(noise.round_by_high(x.v, random_x), tie_x),
+                          hn::Or(noise.round_by_high(y.v, random_y), tie_y), a.variance + 2 * i);
       }
     }
   }
 
   template <Dtype kType>
-  static HWY_INLINE void put(VF p, std::byte* to, bool stream) {
+  static HWY_INLINE void put(VF a, VF b, std::byte* to, bool stream) {
     if (stream) {
-      store<kType, true, false>(p, to);
+      store<kType, true, false>(a, b, to);
     } else {
-      store<kType, false, false>(p, to);
+      store<kType, false, false>(a, b, to);
     }
   }
 };
