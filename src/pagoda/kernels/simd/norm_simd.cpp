@@ -30,6 +30,14 @@ using DHalf = hn::Rebind<float, DD>;  // as many fp32 as fit a register of doubl
 constexpr std::size_t kDoubles = hn::MaxLanes(DD{});
 constexpr std::size_t kRegisters = kSums / kDoubles;
 
+/// kDoubles bf16 elements, widened.
+HWY_INLINE hn::Vec<DD> load_bf16_as_double(const std::byte* from) {
+  const hn::Rebind<std::uint16_t, DD> d16;
+  const hn::Rebind<std::uint32_t, DD> d32;
+  const auto half = hn::LoadU(d16, reinterpret_cast<const std::uint16_t*>(from));
+  return hn::PromoteTo(DD(), hn::BitCast(DHalf(), hn::ShiftLeft<16>(hn::PromoteTo(d32, half))));
+}
+
 /// The sum of squares of up to kNormBlock elements. The square of an fp32 is exact in double.
 template <Dtype kType>
 double square_block(const std::byte* values, std::size_t count) {
@@ -38,18 +46,23 @@ double square_block(const std::byte* values, std::size_t count) {
   hn::Vec<DD> sums[kRegisters];
   for (auto& sum : sums) sum = hn::Zero(d);
   const auto add_group = [&](const std::byte* group) HWY_ATTR {
-    alignas(64) float wide[kGroup];
-    const float* from = wide;
-    if constexpr (kType == Dtype::F32) {
-      from = reinterpret_cast<const float*>(group);
-    } else {
+    alignas(64) float wide[kGroup];  // used for fp16 only
+    if constexpr (kType == Dtype::F16) {
       for (std::size_t j = 0; j < kGroup; j += kLanes) {
         hn::Store(load<kType>(group + j * kSize), kF, wide + j);
       }
     }
 #pragma GCC unroll 16
     for (std::size_t r = 0; r < kRegisters; ++r) {
-      const auto x = hn::PromoteTo(d, hn::LoadU(DHalf(), from + r * kDoubles));
+      hn::Vec<DD> x;
+      if constexpr (kType == Dtype::F32) {
+        x = hn::PromoteTo(d,
+                          hn::LoadU(DHalf(), reinterpret_cast<const float*>(group) + r * kDoubles));
+      } else if constexpr (kType == Dtype::BF16) {
+        x = load_bf16_as_double(group + r * kDoubles * kSize);
+      } else {
+        x = hn::PromoteTo(d, hn::LoadU(DHalf(), wide + r * kDoubles));
+      }
       sums[r] = hn::Add(sums[r], hn::Mul(x, x));
     }
   };
