@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "pagoda/kernels/lion.h"
+
+#include <limits>
+
+#include "pagoda/kernels/dispatch.h"
+#include "pagoda/kernels/float_environment.h"
+#include "pagoda/kernels/slice_driver.h"
+
+namespace pagoda::kernels {
+namespace {
+
+constexpr double kHuge = std::numeric_limits<double>::max();
+
+/// Not inlined, as in adam.cpp.
+[[gnu::noinline]] LionScalars scalars_of(const LionConfig& c, const Step& step) {
+  LionScalars s{};
+  s.grad_scale = static_cast<float>(step.grad_scale);
+  s.keep = static_cast<float>(1 - c.lr * c.weight_decay);
+  s.lr = static_cast<float>(c.lr);
+  s.beta1 = static_cast<float>(c.beta1);
+  s.rest1 = static_cast<float>(1 - c.beta1);
+  s.beta2 = static_cast<float>(c.beta2);
+  s.rest2 = static_cast<float>(1 - c.beta2);
+  return s;
+}
+
+void check(const LionConfig& c, const Step& step, const OptimizerSlice& slice) {
+  check_range("lr", c.lr, 0, kHuge);
+  check_range("beta1", c.beta1, 0, 1);
+  check_range("beta2", c.beta2, 0, 1);
+  check_range("weight_decay", c.weight_decay, 0, kHuge);
+  check_slice(slice, step, Needs::Momentum, false);
+}
+
+}  // namespace
+
+void lion_step(const LionConfig& config, const Step& step, const OptimizerSlice& slice, Isa isa) {
+  check(config, step, slice);
+  const KernelTable& kernels = kernels_for(isa);
+  const DefaultFloatEnvironment environment;
+  const LionScalars scalars = scalars_of(config, step);
+  with_rounding_keys(slice, step, [&](const OptimizerSlice& part, RoundingKey key) {
+    kernels.lion(scalars, part, key);
+  });
+}
+
+void lion_step(const LionConfig& config, const Step& step, const OptimizerSlice& slice,
+               ThreadPool& pool, Priority priority, Isa isa) {
+  check(config, step, slice);
+  for_pieces(slice, pool, priority,
+             [&](const OptimizerSlice& part) { lion_step(config, step, part, isa); });
+}
+
+}  // namespace pagoda::kernels

@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "pagoda/kernels/sgd.h"
+
+#include <limits>
+
+#include "pagoda/base/error.h"
+#include "pagoda/kernels/dispatch.h"
+#include "pagoda/kernels/float_environment.h"
+#include "pagoda/kernels/slice_driver.h"
+
+namespace pagoda::kernels {
+namespace {
+
+constexpr double kHuge = std::numeric_limits<double>::max();
+
+/// Not inlined, as in adam.cpp.
+[[gnu::noinline]] SgdScalars scalars_of(const SgdConfig& c, const Step& step) {
+  const bool l2 = c.decay == Decay::L2 && c.weight_decay != 0;
+  const bool first = step.number == 1;
+  SgdScalars s{};
+  s.grad_scale = static_cast<float>(step.grad_scale);
+  s.l2 = l2 ? static_cast<float>(c.weight_decay) : 0.0F;
+  s.keep = c.decay == Decay::L2 ? 1.0F : static_cast<float>(1 - c.lr * c.weight_decay);
+  s.lr = static_cast<float>(c.lr);
+  s.momentum = first ? 0.0F : static_cast<float>(c.momentum);
+  s.input = first ? 1.0F : static_cast<float>(1 - c.dampening);
+  s.lookahead = static_cast<float>(c.momentum);
+  s.has_l2 = l2;
+  s.nesterov = c.nesterov;
+  return s;
+}
+
+void check(const SgdConfig& c, const Step& step, const OptimizerSlice& slice) {
+  check_range("lr", c.lr, 0, kHuge);
+  check_range("momentum", c.momentum, 0, kHuge);
+  check_range("dampening", c.dampening, -kHuge, kHuge);
+  check_range("weight_decay", c.weight_decay, 0, kHuge);
+  PAGODA_REQUIRE(!c.nesterov || (c.momentum > 0 && c.dampening == 0),
+                 "nesterov needs a momentum and no dampening");
+  check_slice(slice, step, c.momentum == 0 ? Needs::Nothing : Needs::Momentum, false);
+}
+
+}  // namespace
+
+void sgd_step(const SgdConfig& config, const Step& step, const OptimizerSlice& slice, Isa isa) {
+  check(config, step, slice);
+  const KernelTable& kernels = kernels_for(isa);
+  const DefaultFloatEnvironment environment;
+  const SgdScalars scalars = scalars_of(config, step);
+  with_rounding_keys(slice, step, [&](const OptimizerSlice& part, RoundingKey key) {
+    kernels.sgd(scalars, part, key);
+  });
+}
+
+void sgd_step(const SgdConfig& config, const Step& step, const OptimizerSlice& slice,
+              ThreadPool& pool, Priority priority, Isa isa) {
+  check(config, step, slice);
+  for_pieces(slice, pool, priority,
+             [&](const OptimizerSlice& part) { sgd_step(config, step, part, isa); });
+}
+
+}  // namespace pagoda::kernels

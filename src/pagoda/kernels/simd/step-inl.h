@@ -1,0 +1,259 @@
+// SPDX-License-Identifier: Apache-2.0
+// The loop that all optimizers share: reads gradient, master and moments of a group of elements,
+// lets a rule change them, rounds and writes them back. Included once per target.
+//
+// A rule is a struct of broadcast scalars with
+//   using Scalars = …;  explicit Rule(const Scalars&);  static constexpr bool kHasVariance;
+//   void operator()(VF grad, VF& param, VF& momentum, VF& variance) const;
+// that leaves only numbers and the one quiet NaN behind.
+#if defined(PAGODA_KERNELS_STEP_INL_H) == defined(HWY_TARGET_TOGGLE)
+#ifdef PAGODA_KERNELS_STEP_INL_H
+#undef PAGODA_KERNELS_STEP_INL_H
+#else
+#define PAGODA_KERNELS_STEP_INL_H
+#endif
+
+#include <algorithm>
+#include <cstring>
+
+#include "pagoda/kernels/optimizer_slice.h"
+#include "pagoda/kernels/simd/lanes-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace pagoda::kernels {
+namespace HWY_NAMESPACE {
+
+enum class Moments : std::uint8_t { None, F32, BF16 };
+
+/// What becomes of the master: it is the parameter, or is written once more in the parameter's
+/// type, or lives split in the parameter and a rest.
+enum class Output : std::uint8_t { None, F32, BF16, F16, Split };
+
+/// From this many elements on the parameter, which is only written, goes past the caches: a line
+/// need not be read first. Below, it may as well stay for whoever asked.
+constexpr std::size_t kStreamFrom = 32768;
+
+/// How far ahead lines are asked for. The processor's own prefetcher stops at every 4 KiB.
+constexpr std::size_t kAhead = 512;  // elements
+
+/// Elements of a slice as plain pointers; what is absent is null and never touched.
+struct Arrays {
+  const std::byte* grad;
+  float* master;
+  std::uint16_t* rest;
+  std::byte* param;
+  std::byte* momentum;
+  std::byte* variance;
+};
+
+/// Elements [begin, end), whole groups, of some arrays; `index` is the place of element 0 in its
+/// parameter. With `stream`, `param` is aligned to 64 bytes at `begin`.
+template <class Scalars>
+using GroupsFunction = void (*)(const Scalars&, const Arrays&, std::size_t begin, std::size_t end,
+                                bool stream, RoundingKey key, std::uint32_t index);
+
+template <class Rule, Dtype kGrad, Moments kMoments, Output kOutput>
+class StepLoop {
+ public:
+  static void groups(const typename Rule::Scalars& scalars, const Arrays& arrays, std::size_t begin,
+                     std::size_t end, bool stream, RoundingKey key, std::uint32_t index) {
+    // Copies that no store can reach: they stay in registers.
+    const Rule rule(scalars);
+    const RandomLanes noise(key);
+    const Arrays a = arrays;
+    for (std::size_t i = begin; i < end; i += kGroup) {
+      prefetch(a, i + kAhead);
+      for (std::size_t j = i; j < i + kGroup; j += 2 * kLanes) {
+        pair(rule, a, j, stream, noise, index + static_cast<std::uint32_t>(j));
+      }
+    }
+  }
+
+ private:
+  static constexpr bool kSplit = kOutput == Output::Split;
+  static constexpr std::size_t kGradSize = element_size(kGrad);
+  static constexpr std::size_t kMomentSize = kMoments == Moments::BF16 ? 2 : 4;
+
+  template <std::size_t kSize>
+  static HWY_INLINE void prefetch_group(const void* array, std::size_t i) {
+    const auto* at = static_cast<const std::byte*>(array) + i * kSize;
+    hwy::Prefetch(at);
+    if constexpr (kSize == 4) hwy::Prefetch(at + 64);
+  }
+
+  static HWY_INLINE void prefetch(const Arrays& a, std::size_t i) {
+    prefetch_group<kGradSize>(a.grad, i);
+    if constexpr (kSplit) {
+      prefetch_group<2>(a.param, i);
+      prefetch_group<2>(a.rest, i);
+    } else {
+      prefetch_group<4>(a.master, i);
+    }
+    if constexpr (kMoments != Moments::None) prefetch_group<kMomentSize>(a.momentum, i);
+    if constexpr (Rule::kHasVariance) prefetch_group<kMomentSize>(a.variance, i);
+  }
+
+  /// kLanes elements, from memory through the rule.
+  struct Lanes {
+    VF p, m, v;
+
+    HWY_INLINE Lanes(const Rule& rule, const Arrays& a, std::size_t i) {
+      constexpr Dtype kStored = kMoments == Moments::BF16 ? Dtype::BF16 : Dtype::F32;
+      const VF g = load<kGrad>(a.grad + i * kGradSize);
+      m = v = hn::Zero(kF);
+      if constexpr (kMoments != Moments::None) m = load<kStored>(a.momentum + i * kMomentSize);
+      if constexpr (Rule::kHasVariance) v = load<kStored>(a.variance + i * kMomentSize);
+      if constexpr (kSplit) {
+        p = float_of(join_number(load16(a.param + 2 * i), load16(a.rest + i), bits_of(v)));
+        v = hn::Abs(v);
+      } else {
+        p = hn::LoadU(kF, a.master + i);
+      }
+      rule(g, p, m, v);
+    }
+  };
+
+  /// Two vectors from element i on; `index` is the first one's place in the parameter.
+  static HWY_INLINE void pair(const Rule& rule, const Arrays& a, std::size_t i, bool stream,
+                              const RandomLanes& noise, std::uint32_t index) {
+    Lanes x(rule, a, i);
+    Lanes y(rule, a, i + kLanes);
+    if constexpr (kSplit) {
+      const Split split_x = split_number(x.p);
+      const Split split_y = split_number(y.p);
+      store_high<false>(split_x.param, split_y.param, a.param + 2 * i);
+      store_low(split_x.rest, split_y.rest, a.rest + i);
+      store_moments(x, y, split_x.tie, split_y.tie, a, i, noise, index);
+    } else {
+      hn::StoreU(x.p, kF, a.master + i);
+      hn::StoreU(y.p, kF, a.master + i + kLanes);
+      if constexpr (kOutput == Output::F32) put<Dtype::F32>(x.p, y.p, a.param + 4 * i, stream);
+      if constexpr (kOutput == Output::BF16) put<Dtype::BF16>(x.p, y.p, a.param + 2 * i, stream);
+      if constexpr (kOutput == Output::F16) put<Dtype::F16>(x.p, y.p, a.param + 2 * i, stream);
+      store_moments(x, y, hn::Zero(kU), hn::Zero(kU), a, i, noise, index);
+    }
+  }
+
+  /// The ties go to the signs of the variance.
+  static HWY_INLINE void store_moments(const Lanes& x, const Lanes& y, VU tie_x, VU tie_y,
+                                       const Arrays& a, std::size_t i, const RandomLanes& noise,
+                                       std::uint32_t index) {
+    if constexpr (kMoments == Moments::F32) {
+      store<Dtype::F32, false>(x.m, y.m, a.momentum + 4 * i);
+      if constexpr (Rule::kHasVariance) {
+        store<Dtype::F32, false>(float_of(hn::Or(bits_of(x.v), tie_x)),
+                                 float_of(hn::Or(bits_of(y.v), tie_y)), a.variance + 4 * i);
+      }
+    } else if constexpr (kMoments == Moments::BF16) {
+      const VU random_x = noise.at(index);
+      const VU random_y = noise.at(index + static_cast<std::uint32_t>(kLanes));
+      store_high<false>(noise.round_by_low(x.m, random_x), noise.round_by_low(y.m, random_y),
+                        a.momentum + 2 * i);
+      if constexpr (Rule::kHasVariance) {
+        store_high<false>(hn::Or(noise.round_by_high(x.v, random_x), tie_x),
+                          hn::Or(noise.round_by_high(y.v, random_y), tie_y), a.variance + 2 * i);
+      }
+    }
+  }
+
+  template <Dtype kType>
+  static HWY_INLINE void put(VF a, VF b, std::byte* to, bool stream) {
+    if (stream) {
+      store<kType, true, false>(a, b, to);
+    } else {
+      store<kType, false, false>(a, b, to);
+    }
+  }
+};
+
+/// Elements [begin, begin + count), fewer than a group, by way of a group on the stack: there is no
+/// second form of the arithmetic for the ends of an array.
+template <class Scalars>
+void partial_group(GroupsFunction<Scalars> groups, const Scalars& scalars,
+                   const OptimizerSlice& slice, std::size_t begin, std::size_t count,
+                   RoundingKey key) {
+  alignas(64) std::byte grad[4 * kGroup] = {};
+  alignas(64) float master[kGroup] = {};
+  alignas(64) std::uint16_t rest[kGroup] = {};
+  alignas(64) std::byte param[4 * kGroup] = {};
+  alignas(64) std::byte momentum[4 * kGroup] = {};
+  alignas(64) std::byte variance[4 * kGroup] = {};
+  const OptimizerSlice part = slice.part(begin, begin + count);
+  const auto copy = [&](void* to, const void* from, std::size_t size) {
+    if (to != nullptr && from != nullptr) std::memcpy(to, from, count * size);
+  };
+  const std::size_t param_size = element_size(part.param.type);
+  const std::size_t moment_size = element_size(part.momentum.type);
+  copy(grad, part.grad.data, element_size(part.grad.type));
+  copy(master, part.master, sizeof(float));
+  copy(rest, part.rest, sizeof(std::uint16_t));
+  copy(param, part.param.data, param_size);
+  copy(momentum, part.momentum.data, moment_size);
+  copy(variance, part.variance.data, moment_size);
+  const Arrays local = {grad, master, rest, param, momentum, variance};
+  groups(scalars, local, 0, kGroup, false, key, static_cast<std::uint32_t>(part.first_index));
+  copy(part.master, master, sizeof(float));
+  copy(part.rest, rest, sizeof(std::uint16_t));
+  copy(part.param.data, param, param_size);
+  copy(part.momentum.data, momentum, moment_size);
+  copy(part.variance.data, variance, moment_size);
+}
+
+/// A whole slice: what precedes the first full line of a streamed parameter, the groups, the rest.
+template <class Scalars>
+void walk(GroupsFunction<Scalars> groups, const Scalars& scalars, const OptimizerSlice& slice,
+          RoundingKey key) {
+  const Arrays a = {
+      static_cast<const std::byte*>(slice.grad.data), slice.master,
+      reinterpret_cast<std::uint16_t*>(slice.rest),   static_cast<std::byte*>(slice.param.data),
+      static_cast<std::byte*>(slice.momentum.data),   static_cast<std::byte*>(slice.variance.data)};
+  const bool write_only = slice.param && slice.rest == nullptr;
+  const bool stream = write_only && slice.count >= kStreamFrom;
+  std::size_t i = 0;
+  if (stream) {
+    const std::size_t past_line = reinterpret_cast<std::uintptr_t>(a.param) % 64;
+    i = (64 - past_line) % 64 / element_size(slice.param.type);
+    if (i > 0) partial_group(groups, scalars, slice, 0, i, key);
+  }
+  const std::size_t end = i + (slice.count - i) / kGroup * kGroup;
+  groups(scalars, a, i, end, stream, key, static_cast<std::uint32_t>(slice.first_index));
+  if (end < slice.count) partial_group(groups, scalars, slice, end, slice.count - end, key);
+  if (stream) hwy::FlushStream();
+}
+
+template <class Rule, Dtype kGrad, Moments kMoments>
+GroupsFunction<typename Rule::Scalars> groups_for_output(const OptimizerSlice& slice) {
+  if constexpr (Rule::kHasVariance) {
+    if (slice.rest != nullptr) return StepLoop<Rule, kGrad, kMoments, Output::Split>::groups;
+  }
+  if (!slice.param) return StepLoop<Rule, kGrad, kMoments, Output::None>::groups;
+  switch (slice.param.type) {
+    case Dtype::F32:
+      return StepLoop<Rule, kGrad, kMoments, Output::F32>::groups;
+    case Dtype::BF16:
+      return StepLoop<Rule, kGrad, kMoments, Output::BF16>::groups;
+    case Dtype::F16:
+      return StepLoop<Rule, kGrad, kMoments, Output::F16>::groups;
+  }
+  return nullptr;
+}
+
+/// The loop for the types of the slice.
+template <class Rule, Moments kMoments>
+GroupsFunction<typename Rule::Scalars> groups_for(const OptimizerSlice& slice) {
+  switch (slice.grad.type) {
+    case Dtype::F32:
+      return groups_for_output<Rule, Dtype::F32, kMoments>(slice);
+    case Dtype::BF16:
+      return groups_for_output<Rule, Dtype::BF16, kMoments>(slice);
+    case Dtype::F16:
+      return groups_for_output<Rule, Dtype::F16, kMoments>(slice);
+  }
+  return nullptr;
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace pagoda::kernels
+HWY_AFTER_NAMESPACE();
+
+#endif  // include guard

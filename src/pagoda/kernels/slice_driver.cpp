@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "pagoda/kernels/slice_driver.h"
+
+#include <cmath>
+
+#include "pagoda/base/error.h"
+
+namespace pagoda::kernels {
+namespace {
+
+void check_aligned(const char* name, const void* data, std::size_t size) {
+  PAGODA_REQUIRE(reinterpret_cast<std::uintptr_t>(data) % size == 0,
+                 "{} does not start at a multiple of its element size", name);
+}
+
+void check_moment(const char* name, const Elements& moment, bool needed) {
+  PAGODA_REQUIRE(bool{moment} == needed, "{} is {}", name,
+                 needed ? "missing" : "of no use to this optimizer");
+  PAGODA_REQUIRE(moment.type != Dtype::F16, "{} is fp16; moments are fp32 or bf16", name);
+  check_aligned(name, moment.data, element_size(moment.type));
+}
+
+}  // namespace
+
+void check_slice(const OptimizerSlice& slice, const Step& step, Needs needs, bool may_split) {
+  PAGODA_REQUIRE_GE(step.number, 1U, "steps count from 1");
+  PAGODA_REQUIRE(std::isfinite(step.grad_scale), "the gradient scale is {}", step.grad_scale);
+  if (slice.count == 0) return;
+  PAGODA_REQUIRE(bool{slice.grad}, "the gradient is missing");
+  check_aligned("the gradient", slice.grad.data, element_size(slice.grad.type));
+  check_moment("momentum", slice.momentum, needs != Needs::Nothing);
+  check_moment("variance", slice.variance, needs == Needs::MomentumAndVariance);
+  PAGODA_REQUIRE(!slice.variance || slice.variance.type == slice.momentum.type,
+                 "momentum is {} and variance {}", dtype_name(slice.momentum.type),
+                 dtype_name(slice.variance.type));
+  PAGODA_REQUIRE((slice.master != nullptr) != (slice.rest != nullptr),
+                 "a slice has either a whole master or a rest");
+  if (slice.rest != nullptr) {
+    PAGODA_REQUIRE(may_split, "a split master needs the sign of a second moment: Adam only");
+    PAGODA_REQUIRE(slice.param && slice.param.type == Dtype::BF16,
+                   "a split master needs its bf16 parameter");
+  }
+  check_aligned("the master", slice.master, sizeof(float));
+  check_aligned("the rest", slice.rest, sizeof(std::int16_t));
+  check_aligned("the parameter", slice.param.data, element_size(slice.param.type));
+}
+
+void check_range(const char* name, double value, double low, double high) {
+  PAGODA_REQUIRE(value >= low && value < high, "{} is {}, not in [{}, {})", name, value, low, high);
+}
+
+double power(double base, std::uint64_t exponent) noexcept {
+  double result = 1;
+  for (; exponent != 0; exponent >>= 1) {
+    if ((exponent & 1) != 0) result *= base;
+    base *= base;
+  }
+  return result;
+}
+
+}  // namespace pagoda::kernels

@@ -1,0 +1,241 @@
+// SPDX-License-Identifier: Apache-2.0
+// The promise: an optimizer step gives the same bits on every instruction set, on any number of
+// threads, however the array is cut, and they are those of a plain scalar loop.
+#include <functional>
+#include <optional>
+
+#include "property/optimizer_state.h"
+#include <gtest/gtest.h>
+
+#include "pagoda/kernels/adam.h"
+#include "pagoda/kernels/lion.h"
+#include "pagoda/kernels/sgd.h"
+
+namespace pagoda {
+namespace {
+
+using kernels::Decay;
+using kernels::Dtype;
+using kernels::Isa;
+using kernels::OptimizerSlice;
+using kernels::Step;
+
+// Long enough for stores past the caches (32768) on some slices, and no multiple of a vector.
+constexpr std::size_t kCount = 36000 + 13;
+// The upper half of the index changes within the array.
+constexpr std::uint64_t kFirstIndex = (std::uint64_t{1} << 32) - 3001;
+constexpr std::uint64_t kSeed = 0x1234567887654321;
+
+/// One way to walk over a slice.
+struct Walk {
+  std::string name;
+  std::function<void(const Step&, const OptimizerSlice&)> run;
+};
+
+/// An optimizer as the test sees it: the kernel on a slice, and the reference on an element.
+struct Optimizer {
+  std::string name;
+  std::function<void(const Step&, const OptimizerSlice&, Isa, ThreadPool*)> kernel;
+  std::function<void(const Step&, float, float&, float&, float&)> plain;
+};
+
+std::vector<Walk> walks(const Optimizer& optimizer, ThreadPool& one, ThreadPool& three) {
+  std::vector<Walk> out;
+  for (const Isa isa : kernels::supported_isas()) {
+    const std::string name(kernels::isa_name(isa));
+    out.push_back({name + ", whole", [&optimizer, isa](const Step& step, const OptimizerSlice& s) {
+                     optimizer.kernel(step, s, isa, nullptr);
+                   }});
+    out.push_back({name + ", ragged", [&optimizer, isa](const Step& step, const OptimizerSlice& s) {
+                     std::mt19937 random(7);
+                     for (std::size_t begin = 0; begin < s.count;) {
+                       const std::size_t piece = 1 + random() % (random() % 8 == 0 ? 9000 : 70);
+                       const std::size_t end = std::min(s.count, begin + piece);
+                       optimizer.kernel(step, s.part(begin, end), isa, nullptr);
+                       begin = end;
+                     }
+                   }});
+  }
+  const Isa best = kernels::best_isa();
+  for (ThreadPool* pool : {&one, &three}) {
+    out.push_back({fmt::format("{} pool threads", pool->size()),
+                   [&optimizer, best, pool](const Step& step, const OptimizerSlice& s) {
+                     optimizer.kernel(step, s, best, pool);
+                   }});
+  }
+  return out;
+}
+
+/// Three steps with changing gradients from the same start, every way, against the reference.
+void expect_same_bits(const Optimizer& optimizer, const Layout& layout, std::size_t shift) {
+  SCOPED_TRACE(optimizer.name + ", " + layout.name());
+  static ThreadPool one(1, "one");
+  static ThreadPool three(3, "three");
+  constexpr std::uint64_t kSteps = 3;
+  const auto gradient = [&](std::uint64_t n) {
+    return OptimizerState(layout, kCount, shift, static_cast<std::uint32_t>(100 + n));
+  };
+  const std::vector<OptimizerState> gradients = {gradient(1), gradient(2), gradient(3)};
+  const OptimizerState start(layout, kCount, shift, 1);
+
+  OptimizerState expected = start;
+  const auto step_of = [](std::uint64_t n) { return Step{n, n == 2 ? 0.25 : 1.0, kSeed}; };
+  for (std::uint64_t n = 1; n <= kSteps; ++n) {
+    const Step step = step_of(n);
+    expected.take_gradient(gradients[n - 1]);
+    expected.step_plainly(kSeed, n, kFirstIndex, [&](float g, float& p, float& m, float& v) {
+      optimizer.plain(step, g, p, m, v);
+    });
+  }
+  for (const Walk& walk : walks(optimizer, one, three)) {
+    OptimizerState state = start;
+    for (std::uint64_t n = 1; n <= kSteps; ++n) {
+      state.take_gradient(gradients[n - 1]);
+      walk.run(step_of(n), state.slice(kFirstIndex));
+    }
+    EXPECT_EQ(state.difference(expected), "") << walk.name;
+  }
+}
+
+Optimizer adam(Decay decay, double weight_decay) {
+  const kernels::AdamConfig config{.lr = 1e-3,
+                                   .beta1 = 0.9,
+                                   .beta2 = 0.99,
+                                   .eps = 1e-8,
+                                   .weight_decay = weight_decay,
+                                   .decay = decay};
+  return {fmt::format("adam, {} decay {}", decay == Decay::L2 ? "L2" : "decoupled", weight_decay),
+          [config](const Step& step, const OptimizerSlice& slice, Isa isa, ThreadPool* pool) {
+            if (pool == nullptr) return kernels::adam_step(config, step, slice, isa);
+            kernels::adam_step(config, step, slice, *pool, Priority::Normal, isa);
+          },
+          [config](const Step& step, float g, float& p, float& m, float& v) {
+            double power1 = 1;
+            double power2 = 1;
+            for (std::uint64_t i = 0; i < step.number; ++i) {
+              power1 *= config.beta1;
+              power2 *= config.beta2;
+            }
+            const bool l2 = config.decay == Decay::L2;
+            reference::Scalars s;
+            s.grad_scale = static_cast<float>(step.grad_scale);
+            s.has_l2 = l2 && config.weight_decay != 0;
+            s.l2 = static_cast<float>(config.weight_decay);
+            s.keep = l2 ? 1.0F : static_cast<float>(1 - config.lr * config.weight_decay);
+            s.beta1 = static_cast<float>(config.beta1);
+            s.rest1 = static_cast<float>(1 - config.beta1);
+            s.beta2 = static_cast<float>(config.beta2);
+            s.rest2 = static_cast<float>(1 - config.beta2);
+            s.step_size = static_cast<float>(config.lr / (1 - power1));
+            s.unbias2 = static_cast<float>(1 / std::sqrt(1 - power2));
+            s.eps = static_cast<float>(config.eps);
+            reference::adam(s, g, p, m, v);
+          }};
+}
+
+Optimizer lion() {
+  const kernels::LionConfig config{.lr = 1e-4, .beta1 = 0.9, .beta2 = 0.99, .weight_decay = 0.1};
+  return {"lion",
+          [config](const Step& step, const OptimizerSlice& slice, Isa isa, ThreadPool* pool) {
+            if (pool == nullptr) return kernels::lion_step(config, step, slice, isa);
+            kernels::lion_step(config, step, slice, *pool, Priority::Normal, isa);
+          },
+          [config](const Step& step, float g, float& p, float& m, float&) {
+            reference::Scalars s;
+            s.grad_scale = static_cast<float>(step.grad_scale);
+            s.lr = static_cast<float>(config.lr);
+            s.keep = static_cast<float>(1 - config.lr * config.weight_decay);
+            s.beta1 = static_cast<float>(config.beta1);
+            s.rest1 = static_cast<float>(1 - config.beta1);
+            s.beta2 = static_cast<float>(config.beta2);
+            s.rest2 = static_cast<float>(1 - config.beta2);
+            reference::lion(s, g, p, m);
+          }};
+}
+
+Optimizer sgd(const kernels::SgdConfig& config) {
+  return {fmt::format("sgd, momentum {}, nesterov {}", config.momentum, config.nesterov),
+          [config](const Step& step, const OptimizerSlice& slice, Isa isa, ThreadPool* pool) {
+            if (pool == nullptr) return kernels::sgd_step(config, step, slice, isa);
+            kernels::sgd_step(config, step, slice, *pool, Priority::Normal, isa);
+          },
+          [config](const Step& step, float g, float& p, float& m, float&) {
+            const bool l2 = config.decay == Decay::L2;
+            reference::Scalars s;
+            s.grad_scale = static_cast<float>(step.grad_scale);
+            s.lr = static_cast<float>(config.lr);
+            s.has_l2 = l2 && config.weight_decay != 0;
+            s.l2 = static_cast<float>(config.weight_decay);
+            s.keep = l2 ? 1.0F : static_cast<float>(1 - config.lr * config.weight_decay);
+            s.beta1 = step.number == 1 ? 0.0F : static_cast<float>(config.momentum);
+            s.rest1 = step.number == 1 ? 1.0F : static_cast<float>(1 - config.dampening);
+            s.lookahead = static_cast<float>(config.momentum);
+            s.nesterov = config.nesterov;
+            reference::sgd(s, config.momentum != 0, g, p, m);
+          }};
+}
+
+constexpr Dtype kGrads[] = {Dtype::F32, Dtype::BF16, Dtype::F16};
+constexpr Layout::Moments kMoments[] = {Layout::Moments::F32, Layout::Moments::BF16};
+constexpr Layout::Param kWhole[] = {Layout::Param::IsMaster, Layout::Param::F32,
+                                    Layout::Param::BF16, Layout::Param::F16};
+
+TEST(KernelBits, AdamWithAWholeMaster) {
+  const Optimizer optimizer = adam(Decay::Decoupled, 0.1);
+  std::size_t shift = 0;
+  for (const Dtype grad : kGrads) {
+    for (const Layout::Param param : kWhole) {
+      for (const Layout::Moments moments : kMoments) {
+        expect_same_bits(optimizer, {grad, param, moments, true}, shift++ % 3);
+      }
+    }
+  }
+}
+
+TEST(KernelBits, AdamWithASplitMaster) {
+  const Optimizer optimizer = adam(Decay::Decoupled, 0.1);
+  std::size_t shift = 0;
+  for (const Dtype grad : kGrads) {
+    for (const Layout::Moments moments : kMoments) {
+      expect_same_bits(optimizer, {grad, Layout::Param::Split, moments, true}, shift++ % 3);
+    }
+  }
+}
+
+TEST(KernelBits, AdamWithL2AndWithoutDecay) {
+  expect_same_bits(adam(Decay::L2, 0.1), {}, 0);
+  expect_same_bits(adam(Decay::L2, 0), {}, 1);
+  expect_same_bits(adam(Decay::Decoupled, 0), {}, 2);
+}
+
+TEST(KernelBits, Lion) {
+  std::size_t shift = 0;
+  for (const Dtype grad : kGrads) {
+    for (const Layout::Moments moments : kMoments) {
+      const Layout::Param param = kWhole[shift % 4];
+      expect_same_bits(lion(), {grad, param, moments, false}, shift++ % 3);
+    }
+  }
+}
+
+TEST(KernelBits, Sgd) {
+  std::size_t shift = 0;
+  for (const Dtype grad : kGrads) {
+    for (const Layout::Moments moments : kMoments) {
+      const Layout::Param param = kWhole[shift % 4];
+      const bool nesterov = shift % 2 == 0;
+      expect_same_bits(sgd({.momentum = 0.9,
+                            .dampening = nesterov ? 0 : 0.1,
+                            .weight_decay = 0.1,
+                            .decay = shift % 3 == 0 ? Decay::Decoupled : Decay::L2,
+                            .nesterov = nesterov}),
+                       {grad, param, moments, false}, shift % 3);
+      ++shift;
+    }
+    expect_same_bits(sgd({.momentum = 0, .weight_decay = 0.1}),
+                     {grad, kWhole[shift % 4], Layout::Moments::None, false}, 0);
+  }
+}
+
+}  // namespace
+}  // namespace pagoda
