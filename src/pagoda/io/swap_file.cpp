@@ -85,9 +85,14 @@ SwapFile::~SwapFile() {
 
 void SwapFile::open(const std::filesystem::path& directory, Direct direct) {
   struct stat info {};
-  if (::stat(directory.c_str(), &info) != 0 || !S_ISDIR(info.st_mode)) {
-    throw UserError(fmt::format("swap directory '{}' {}", directory.string(),
-                                errno == ENOENT ? "does not exist" : "is not a directory"));
+  if (::stat(directory.c_str(), &info) != 0) {
+    throw UserError(
+        errno == ENOENT
+            ? fmt::format("swap directory '{}' does not exist", directory.string())
+            : fmt::format("swap directory '{}': {}", directory.string(), errno_text(errno)));
+  }
+  if (!S_ISDIR(info.st_mode)) {
+    throw UserError(fmt::format("swap directory '{}' is not a directory", directory.string()));
   }
   if (direct != Direct::Off) {
     fd_ = open_private(directory, O_DIRECT);
@@ -132,6 +137,12 @@ void SwapFile::ask_alignment() {
 
 void SwapFile::preallocate(const std::filesystem::path& directory, Preallocate how) {
   if (size_ == 0) return;
+  // Asked first, so that a hopeless request does not fill the disk before it fails.
+  struct statvfs disk {};
+  if (::fstatvfs(fd_, &disk) == 0 && disk.f_blocks > 0 &&
+      static_cast<Bytes>(disk.f_bavail) * disk.f_frsize < size_) {
+    refuse(directory, ENOSPC);
+  }
   if (how == Preallocate::Reserve) {
     int result = 0;
     do {

@@ -35,7 +35,7 @@ struct Fault {
 /// `skip` of them pass, then strikes `times` times.
 struct FaultRule {
   Fault fault;
-  std::optional<Op> op;
+  std::optional<Op> op = std::nullopt;
   Bytes begin = 0;
   Bytes end = std::numeric_limits<Bytes>::max();
   std::uint64_t skip = 0;
