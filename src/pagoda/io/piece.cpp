@@ -77,8 +77,10 @@ void Piece::go_on(Outbox& outbox) noexcept {
     if (std::exception_ptr error = unreadable()) return fail(std::move(error), outbox);
   }
   if (!needs_bounce_) return issue(kind_, memory_, outbox);
-  bounce_ = volume_.bounce().acquire(*this);
-  if (bounce_ != nullptr) take_bounce(outbox);
+  std::byte* buffer = volume_.bounce().acquire(*this);
+  if (buffer == nullptr) return;  // in line: this piece is another thread's from here on
+  bounce_ = buffer;
+  take_bounce(outbox);
 }
 
 std::exception_ptr Piece::unreadable() const {

@@ -33,10 +33,9 @@ class PosixEngine final : public Engine {
   std::string_view name() const noexcept override { return "posix"; }
 
   void submit(RequestList requests) noexcept override {
-    {
-      const std::lock_guard lock(mutex_);
-      queue_.splice(requests);
-    }
+    // Notified under the lock: once a request is done, another thread may destroy the engine.
+    const std::lock_guard lock(mutex_);
+    queue_.splice(requests);
     wake_.notify_all();
   }
 
