@@ -3,11 +3,18 @@
 
 #include <atomic>
 #include <cerrno>
+#include <cstddef>
 #include <cstring>
 #include <thread>
 
 #include "unit/io/space_kinds.h"
 #include <gtest/gtest.h>
+#include <linux/filter.h>
+#include <linux/seccomp.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include "pagoda/base/aligned_buffer.h"
 #include "pagoda/base/log.h"
@@ -141,6 +148,44 @@ TEST(Engine, TheChoiceIsLogged) {
     make_engine(EngineChoice::Posix, {.files = {file.fd()}});
   }
   EXPECT_NE(lines.find("engine=posix"), std::string::npos) << lines;
+}
+
+/// Makes io_uring_setup fail for this process from now on, as containers do.
+bool refuse_uring() {
+  sock_filter program[] = {
+      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
+      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, __NR_io_uring_setup, 0, 1),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EPERM),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+  };
+  const sock_fprog filter{4, program};
+  return ::prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 &&
+         ::prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &filter) == 0;
+}
+
+TEST(Engine, WhereUringIsRefusedPosixServes) {
+  const ScratchDirectory scratch;
+  const SwapFile file(scratch.path(), 4096, {});
+  const pid_t child = ::fork();
+  if (child == 0) {
+    if (!refuse_uring()) ::_exit(77);
+    std::string lines;
+    const log::Capture capture([&](log::Level, const std::string& line) { lines += line; });
+    if (make_engine(EngineChoice::Auto, {.files = {file.fd()}})->name() != "posix") ::_exit(1);
+    if (lines.find("EPERM") == std::string::npos) ::_exit(2);
+    try {
+      make_engine(EngineChoice::Uring, {.files = {file.fd()}});
+      ::_exit(3);
+    } catch (const EngineError& error) {
+      if (std::string(error.what()).find("EPERM") == std::string::npos) ::_exit(4);
+    }
+    ::_exit(0);
+  }
+  int status = 0;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  ASSERT_TRUE(WIFEXITED(status));
+  if (WEXITSTATUS(status) == 77) GTEST_SKIP() << "no seccomp filters here";
+  EXPECT_EQ(WEXITSTATUS(status), 0);
 }
 
 TEST(Engine, NamesAreRead) {
