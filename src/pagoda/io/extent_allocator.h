@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstddef>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <utility>
+
+#include "pagoda/base/bytes.h"
+
+namespace pagoda::io {
+
+/// Hands out ranges of a fixed space: the smallest hole that fits, holes merged as ranges return.
+///
+/// Offsets and sizes are multiples of kAlignment. All members may be called from any thread.
+class ExtentAllocator {
+ public:
+  static constexpr Bytes kAlignment = 4096;
+
+  struct Stats {
+    Bytes capacity = 0;
+    Bytes used = 0;
+    Bytes largest_hole = 0;
+    std::size_t extents = 0;
+    std::size_t holes = 0;
+  };
+
+  explicit ExtentAllocator(Bytes capacity);
+
+  /// The offset of `length` bytes, rounded up to kAlignment; nothing when no hole is large enough.
+  std::optional<Bytes> allocate(Bytes length);
+  /// Returns what allocate(length) gave.
+  void free(Bytes offset, Bytes length);
+
+  Stats stats() const;
+
+ private:
+  using Lock = std::lock_guard<std::mutex>;
+  void add_hole(Bytes offset, Bytes length, const Lock&);
+  void remove_hole(std::map<Bytes, Bytes>::iterator hole, const Lock&);
+
+  const Bytes capacity_;
+  mutable std::mutex mutex_;
+  std::map<Bytes, Bytes> holes_;               // guarded by mutex_; offset → length
+  std::set<std::pair<Bytes, Bytes>> by_size_;  // guarded by mutex_; (length, offset)
+  Bytes used_ = 0;                             // guarded by mutex_
+  std::size_t extents_ = 0;                    // guarded by mutex_
+};
+
+}  // namespace pagoda::io

@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <limits>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "pagoda/base/clock.h"
+#include "pagoda/io/request.h"
+
+namespace pagoda::io {
+
+enum class FaultKind : std::uint8_t {
+  Error,    ///< nothing is transferred; the request ends with an errno
+  Short,    ///< only a first part is transferred
+  FlipBit,  ///< one bit of what is read, or of what lands on the disk, is wrong; no error
+  Delay,    ///< all goes well, later
+};
+inline constexpr std::size_t kFaultKinds = 4;
+
+/// What shall happen to one request.
+struct Fault {
+  FaultKind kind = FaultKind::Error;
+  int error_number = 5;        ///< EIO; of Error
+  Nanos delay = 0;             ///< of Delay
+  std::uint64_t position = 0;  ///< of Short and FlipBit, taken modulo what is possible
+};
+
+/// Meets requests of `op` (any when empty) that touch [begin, end) of their file: lets the first
+/// `skip` of them pass, then strikes `times` times.
+struct FaultRule {
+  Fault fault;
+  std::optional<Op> op = std::nullopt;
+  Bytes begin = 0;
+  Bytes end = std::numeric_limits<Bytes>::max();
+  std::uint64_t skip = 0;
+  std::uint64_t times = 1;
+};
+
+/// Strikes each request with `probability`, with one of `faults`. Which depends on the seed, the
+/// operation, its place and how often that was met before, and not on the order of threads.
+struct FaultLottery {
+  std::uint64_t seed = 0;
+  double probability = 0;
+  std::vector<Fault> faults;
+};
+
+/// What shall go wrong, and how often it did. All members may be called from any thread.
+class FaultPlan {
+ public:
+  void add(const FaultRule& rule);
+  void set_lottery(FaultLottery lottery);
+  /// No more faults.
+  void clear();
+
+  /// The fault for a request that is about to start; the first rule that strikes wins.
+  std::optional<Fault> decide(const Request& request);
+
+  /// How many of a kind were dealt out.
+  std::uint64_t injected(FaultKind kind) const;
+
+ private:
+  using Place = std::tuple<Op, Bytes, Bytes>;
+
+  std::optional<Fault> strike(const Request& request, const std::lock_guard<std::mutex>&);
+
+  mutable std::mutex mutex_;
+  std::vector<FaultRule> rules_;                       // guarded by mutex_; used up as they strike
+  FaultLottery lottery_;                               // guarded by mutex_
+  std::map<Place, std::uint64_t> met_;                 // guarded by mutex_
+  std::array<std::uint64_t, kFaultKinds> injected_{};  // guarded by mutex_
+};
+
+}  // namespace pagoda::io

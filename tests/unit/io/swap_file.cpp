@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "pagoda/io/swap_file.h"
+
+#include <fstream>
+
+#include "unit/io/scratch_directory.h"
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "pagoda/base/error.h"
+
+namespace pagoda::io {
+namespace {
+
+using ::testing::HasSubstr;
+
+std::string refusal(const std::filesystem::path& directory) {
+  try {
+    const SwapFile file(directory, 4096, {});
+  } catch (const UserError& error) {
+    return error.what();
+  }
+  return "no error";
+}
+
+TEST(SwapFile, ADirectoryThatIsNoneIsTheUsersError) {
+  const ScratchDirectory scratch;
+  EXPECT_THAT(refusal(scratch.path() / "missing"), HasSubstr("missing' does not exist"));
+  std::ofstream(scratch.path() / "file") << "x";
+  EXPECT_THAT(refusal(scratch.path() / "file"), HasSubstr("file' is not a directory"));
+}
+
+TEST(SwapFile, ADirectoryThatCannotBeWrittenToIsTheUsersError) {
+  EXPECT_THAT(refusal("/proc/self"), HasSubstr("cannot make a swap file in '/proc/self'"));
+}
+
+TEST(SwapFile, ZerosAreWrittenWhereAskedFor) {
+  const ScratchDirectory scratch;
+  for (const Direct direct : {Direct::Auto, Direct::Off}) {
+    const SwapFile file(scratch.path(), 5_MiB, {direct, Preallocate::Zero});
+    struct stat info {};
+    ASSERT_EQ(::fstat(file.fd(), &info), 0);
+    EXPECT_EQ(info.st_size, static_cast<off_t>(5_MiB));
+    EXPECT_GE(static_cast<Bytes>(info.st_blocks) * 512, 5_MiB);
+  }
+}
+
+TEST(SwapFile, CachedFilesNeedNoAlignment) {
+  const ScratchDirectory scratch;
+  const SwapFile file(scratch.path(), 4096, {.direct = Direct::Off});
+  EXPECT_FALSE(file.direct());
+  EXPECT_EQ(file.offset_alignment(), 1U);
+  EXPECT_EQ(file.memory_alignment(), 1U);
+  EXPECT_THAT(file.path(), HasSubstr(scratch.path().string() + "/#"));
+}
+
+}  // namespace
+}  // namespace pagoda::io
