@@ -9,6 +9,8 @@ class App;
 /// output and throws UserError or EngineError; main() turns those into one line and an exit code.
 namespace pagoda::cli {
 
+/// `pagoda bench base`: what tracing, budgets and threads cost.
+void add_bench_base(CLI::App& bench);
 /// `pagoda bench io`: the swap path beside fio.
 void add_bench_io(CLI::App& bench);
 /// `pagoda bench adam`: the optimizer kernels beside the machine's memory bandwidth.

@@ -26,7 +26,8 @@ else()
 endif()
 
 add_library(pagoda_flags INTERFACE)
-target_include_directories(pagoda_flags INTERFACE ${CMAKE_SOURCE_DIR}/src)
+target_include_directories(pagoda_flags INTERFACE ${CMAKE_SOURCE_DIR}/src
+  ${CMAKE_BINARY_DIR}/generated)
 target_compile_options(pagoda_flags INTERFACE -Wall -Wextra -Wpedantic -Wconversion -Werror)
 # Our own sources print as "src/pagoda/…" in errors, wherever the tree was built.
 target_compile_options(pagoda_flags INTERFACE -fmacro-prefix-map=${CMAKE_SOURCE_DIR}/=)

@@ -33,8 +33,10 @@ if(PAGODA_TORCH)
       "Run scripts/bootstrap.sh, or configure with -DPAGODA_TORCH=OFF.")
   endif()
   add_library(torch_headers INTERFACE)
-  target_include_directories(torch_headers SYSTEM INTERFACE ${PAGODA_TORCH_DIR}/include
-    ${PAGODA_TORCH_DIR}/include/torch/csrc/api/include)
+  # Searched last: torch brings a fmt of its own, and ours is the distribution's.
+  target_compile_options(torch_headers INTERFACE
+    "SHELL:-idirafter ${PAGODA_TORCH_DIR}/include"
+    "SHELL:-idirafter ${PAGODA_TORCH_DIR}/include/torch/csrc/api/include")
   target_link_directories(torch_headers INTERFACE ${PAGODA_TORCH_DIR}/lib)
   target_link_libraries(torch_headers INTERFACE torch_cpu c10)
   # The wheel's folder is the run path; LD_LIBRARY_PATH overrides it on another machine.

@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0
+// The `pagoda` program: parses the command line, runs one command, turns errors into one line.
+#include <iostream>
+#include <string>
+
+#include "commands.h"
+#include <CLI/CLI.hpp>
+#include <fmt/format.h>
+
+#include "pagoda/base/error.h"
+#include "pagoda/base/log.h"
+#include "pagoda/base/version.h"
+#include "pagoda/torch/torch_version.h"
+
+namespace {
+
+constexpr int kUsageError = 2;   // the caller's fault: flags, paths, budgets
+constexpr int kEngineError = 1;  // the engine's or the machine's
+
+std::string version_text() {
+  return fmt::format("pagoda {} (torch {}, built against {})", pagoda::kVersion,
+                     pagoda::torch::loaded_version(), pagoda::torch::built_version());
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  CLI::App app{
+      "Pagoda: virtual memory for model training. It trains models that are far larger than the\n"
+      "accelerator's memory, unmodified, at close to the speed of having everything there."};
+  app.name("pagoda");
+  app.set_version_flag("--version", version_text, "Print the versions of pagoda and torch");
+  app.require_subcommand(1);
+  app.failure_message(CLI::FailureMessage::simple);
+  app.footer(
+      "Run 'pagoda COMMAND --help' for the flags of a command.\n"
+      "PAGODA_LOG=debug|info|warn|error sets what is logged, PAGODA_LOG_FORMAT=json its form.");
+  app.add_option_function<std::string>(
+         "--log",
+         [](const std::string& name) { pagoda::log::set_level(pagoda::log::parse_level(name)); },
+         "Lowest level to log: trace, debug, info, warn, error or off")
+      ->type_name("LEVEL");
+
+  CLI::App* bench = app.add_subcommand(
+      "bench", "Measure a part of the machine and of Pagoda, each figure beside its limit");
+  bench->require_subcommand(1);
+  pagoda::cli::add_bench_base(*bench);
+  pagoda::cli::add_bench_io(*bench);
+  pagoda::cli::add_bench_adam(*bench);
+
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& e) {
+    const int code = app.exit(e);
+    return code == 0 ? 0 : kUsageError;
+  } catch (const pagoda::UserError& e) {
+    fmt::print(stderr, "pagoda: {}\n", e.message());
+    return kUsageError;
+  } catch (const std::exception& e) {
+    fmt::print(stderr, "pagoda: {}\n", e.what());
+    return kEngineError;
+  }
+  return 0;
+}
