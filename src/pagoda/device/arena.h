@@ -33,7 +33,7 @@ struct ArenaOptions {
   /// Every block starts at a multiple of it, and takes a multiple of it. A power of two.
   Bytes alignment = 512;
   /// Told of blocks in use when the arena goes; empty: they are logged as an error.
-  std::function<void(const std::vector<LeakedBlock>&)> on_leak;
+  std::function<void(const std::vector<LeakedBlock>&)> on_leak = {};
   /// Touches pinned pages in parallel; null: threads of its own.
   ThreadPool* touchers = nullptr;
 };

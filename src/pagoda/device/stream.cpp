@@ -26,13 +26,22 @@ const char* name(Direction direction) {
 
 Stream::Stream(std::shared_ptr<Device> device, std::string name, Ownership ownership,
                std::uint64_t id)
-    : device_(std::move(device)), name_(std::move(name)), ownership_(ownership), id_(id) {}
+    : device_(std::move(device)),
+      name_(std::move(name)),
+      id_(id),
+      launched_by_others_(ownership == Ownership::Wrapped) {}
 
 Stream::~Stream() = default;
 
 std::uint64_t Stream::next_id() {
   static std::atomic<std::uint64_t> last{0};  // identity only: no engine's state
   return ++last;
+}
+
+void* Stream::native_handle() noexcept {
+  const IssueLock lock(issue_);
+  launched_by_others_ = true;
+  return do_native_handle();
 }
 
 void Stream::copy_async(void* dst, const void* src, Bytes bytes, Direction direction,
@@ -113,13 +122,16 @@ std::shared_ptr<Event> Stream::recycled_event(const IssueLock&) {
 
 Mark Stream::mark() {
   const IssueLock lock(issue_);
-  // Others launch on a wrapped stream without our seeing it, so there every mark is a new one.
-  const bool unchanged = ownership_ == Ownership::Owned && last_mark_.position == issued_;
-  if (unchanged && last_mark_.event) return last_mark_;
+  const bool unchanged = !launched_by_others_ && last_mark_.position == issued_;
+  if (unchanged && last_mark_.event) {
+    // The old record covers what the stream has learnt since: that was over without it.
+    if (const auto& checker = device_->checker()) checker->recorded(*this, *last_mark_.event);
+    return last_mark_;
+  }
   last_mark_ = {};
   std::shared_ptr<Event> event = recycled_event(lock);
   record(*event, lock);
-  if (ownership_ == Ownership::Wrapped) ++issued_;
+  if (launched_by_others_) ++issued_;
   last_mark_ = {std::move(event), id_, issued_};
   return last_mark_;
 }

@@ -60,8 +60,9 @@ class Stream : public std::enable_shared_from_this<Stream> {
   Device& device() const noexcept { return *device_; }
   /// The same for two wrappers of one native stream, otherwise unique in the process.
   std::uint64_t id() const noexcept { return id_; }
-  /// The cudaStream_t; null elsewhere.
-  virtual void* native_handle() const noexcept { return nullptr; }
+  /// The cudaStream_t; null elsewhere. Whoever asks may launch on it behind our back, so from then
+  /// on every mark() is a new one.
+  void* native_handle() noexcept;
 
   /// Copies `bytes`, which must not overlap. `label` names the copy in errors and traces.
   void copy_async(void* dst, const void* src, Bytes bytes, Direction direction,
@@ -99,6 +100,7 @@ class Stream : public std::enable_shared_from_this<Stream> {
   friend class Device;
   using IssueLock = std::lock_guard<std::recursive_mutex>;
 
+  virtual void* do_native_handle() const noexcept { return nullptr; }
   virtual void do_copy(void* dst, const void* src, Bytes bytes, Direction direction,
                        std::string_view label) = 0;
   virtual void do_fill(void* dst, std::byte value, Bytes bytes, std::string_view label) = 0;
@@ -116,13 +118,13 @@ class Stream : public std::enable_shared_from_this<Stream> {
 
   const std::shared_ptr<Device> device_;
   const std::string name_;
-  const Ownership ownership_;
   const std::uint64_t id_;
   // Held over "tell the checker, then issue", so that both see one order. Recursive, for the host
   // device runs work inside the call, and dropping a function may free a block of this stream.
   std::recursive_mutex issue_;
-  std::uint64_t issued_ = 0;                  // guarded by issue_
-  Mark last_mark_;                            // guarded by issue_
+  bool launched_by_others_;   // guarded by issue_: what is issued is not all there is
+  std::uint64_t issued_ = 0;  // guarded by issue_
+  Mark last_mark_;            // guarded by issue_
   std::deque<std::shared_ptr<Event>> marks_;  // guarded by issue_: recycled by mark()
 };
 

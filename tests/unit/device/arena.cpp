@@ -129,6 +129,12 @@ TEST_P(ArenaTest, TheSameStreamNeedNotWait) {
   EXPECT_EQ(arena_->stats().reuse_waits, 0u);
 }
 
+TEST_P(ArenaTest, ABlockMayBeFreedUnused) {
+  for (int i = 0; i < 10; ++i) {
+    Block unused = arena_->allocate(kArena, i % 2 == 0 ? *stream_ : *other_);
+  }
+}
+
 TEST_P(ArenaTest, EveryStreamThatTouchedABlockIsWaitedFor) {
   const auto event = device_->make_event();
   const auto third = device_->make_stream({.name = "third"});

@@ -23,6 +23,13 @@ TEST_P(CudaTest, AWrappedStreamIsTheStreamItself) {
   EXPECT_EQ(download(block.data(), 4096, *again), ramp(4096, 3));
 }
 
+TEST_P(CudaTest, AStreamWhoseHandleIsOutGetsANewMarkEachTime) {
+  EXPECT_EQ(stream_->mark().event, stream_->mark().event);
+  const Mark before = stream_->mark();
+  EXPECT_NE(stream_->native_handle(), nullptr);
+  EXPECT_NE(before.event, stream_->mark().event) << "a launch behind our back would not be covered";
+}
+
 TEST_P(CudaTest, TheDefaultStreamCanBeWrapped) {
   const auto legacy = device_->wrap_stream(nullptr, "default");
   Block block = arena_->allocate(4096, *legacy);

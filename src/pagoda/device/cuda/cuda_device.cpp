@@ -68,11 +68,12 @@ class RegisteredPages {
 };
 
 std::string gpu_name(int index) {
+  const Runtime& cuda = runtime();  // says why, where there is none
   const int count = device_count();
   PAGODA_REQUIRE(index >= 0 && index < count, "there is no GPU {}: this machine shows {}", index,
                  count);
   cudaDeviceProp properties{};
-  check(runtime().GetDeviceProperties(&properties, index), "cudaGetDeviceProperties");
+  check(cuda.GetDeviceProperties(&properties, index), "cudaGetDeviceProperties");
   return fmt::format("cuda:{} ({})", index, properties.name);
 }
 

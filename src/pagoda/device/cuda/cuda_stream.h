@@ -50,11 +50,11 @@ class CudaStream final : public Stream {
              std::uint64_t id);
   ~CudaStream() override;
 
-  void* native_handle() const noexcept override { return stream_; }
   /// An id for a native stream that is wrapped for the first time.
   static std::uint64_t wrapped_id() { return next_id(); }
 
  private:
+  void* do_native_handle() const noexcept override { return stream_; }
   void do_copy(void* dst, const void* src, Bytes bytes, Direction direction,
                std::string_view label) override;
   void do_fill(void* dst, std::byte value, Bytes bytes, std::string_view label) override;

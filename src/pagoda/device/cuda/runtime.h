@@ -15,8 +15,9 @@ struct Runtime {
 #define PAGODA_CUDA_FUNCTIONS(X)                                                                   \
   X(DeviceGetStreamPriorityRange)                                                                  \
   X(DeviceSynchronize)                                                                             \
-  X(DriverGetVersion) X(EventCreateWithFlags) X(EventDestroy) X(EventElapsedTime) X(EventQuery)    \
-      X(EventRecord) X(EventSynchronize) X(Free) X(FreeHost) X(GetDevice) X(GetDeviceCount)        \
+  X(DriverGetVersion)                                                                              \
+  X(EventCreateWithFlags) X(EventDestroy) X(EventElapsedTime) X(EventQuery) X(EventRecord)         \
+      X(EventSynchronize) X(Free) X(FreeHost) X(GetDevice) X(GetDeviceCount)                       \
           X(GetDeviceProperties) X(GetErrorName) X(GetErrorString) X(GetLastError) X(HostRegister) \
               X(HostUnregister) X(LaunchHostFunc) X(Malloc) X(MallocHost) X(MemGetInfo)            \
                   X(MemcpyAsync) X(MemsetAsync) X(RuntimeGetVersion) X(SetDevice)                  \

@@ -21,9 +21,9 @@ namespace pagoda::device::emulated {
 
 struct Options {
   std::string name = "emulated";
-  LinkOptions host_to_device;
-  LinkOptions device_to_host;
-  LinkOptions device_to_device;
+  LinkOptions host_to_device = {};
+  LinkOptions device_to_host = {};
+  LinkOptions device_to_device = {};
   /// The device's own memory: allocating beyond it fails.
   Bytes memory = 16_GiB;
   std::shared_ptr<OrderingChecker> checker = OrderingChecker::from_environment();
