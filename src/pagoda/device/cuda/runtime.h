@@ -10,19 +10,19 @@
 /// The CUDA runtime as a table of functions, found at run time.
 namespace pagoda::device::cuda {
 
+// clang-format off
+#define PAGODA_CUDA_FUNCTIONS(X)                                                          \
+  X(DeviceGetStreamPriorityRange) X(EventCreateWithFlags) X(EventDestroy)                 \
+  X(EventElapsedTime) X(EventQuery) X(EventRecord) X(EventSynchronize) X(Free)            \
+  X(FreeHost) X(GetDevice) X(GetDeviceCount) X(GetDeviceProperties) X(GetErrorName)       \
+  X(GetErrorString) X(GetLastError) X(HostRegister) X(HostUnregister) X(LaunchHostFunc)   \
+  X(Malloc) X(MallocHost) X(MemGetInfo) X(MemcpyAsync) X(MemsetAsync) X(SetDevice)        \
+  X(StreamCreateWithPriority) X(StreamDestroy) X(StreamQuery) X(StreamSynchronize)        \
+  X(StreamWaitEvent)
+// clang-format on
+
 /// The functions this backend calls, named as in the runtime. Filled once, then constant.
 struct Runtime {
-#define PAGODA_CUDA_FUNCTIONS(X)                                                                   \
-  X(DeviceGetStreamPriorityRange)                                                                  \
-  X(DeviceSynchronize)                                                                             \
-  X(DriverGetVersion)                                                                              \
-  X(EventCreateWithFlags) X(EventDestroy) X(EventElapsedTime) X(EventQuery) X(EventRecord)         \
-      X(EventSynchronize) X(Free) X(FreeHost) X(GetDevice) X(GetDeviceCount)                       \
-          X(GetDeviceProperties) X(GetErrorName) X(GetErrorString) X(GetLastError) X(HostRegister) \
-              X(HostUnregister) X(LaunchHostFunc) X(Malloc) X(MallocHost) X(MemGetInfo)            \
-                  X(MemcpyAsync) X(MemsetAsync) X(RuntimeGetVersion) X(SetDevice)                  \
-                      X(StreamCreateWithPriority) X(StreamDestroy) X(StreamQuery)                  \
-                          X(StreamSynchronize) X(StreamWaitEvent)
 #define PAGODA_CUDA_MEMBER(Name) decltype(&::cuda##Name) Name = nullptr;
   PAGODA_CUDA_FUNCTIONS(PAGODA_CUDA_MEMBER)
 #undef PAGODA_CUDA_MEMBER
