@@ -172,11 +172,15 @@ void run_bench(const Flags& flags) {
   require_room(directories, 4 * size);
 
   std::unique_ptr<DiskLimit> limit;
+  std::string no_fio = "fio is not installed";
   if (Fio::present()) {
-    limit = std::make_unique<Fio>(directories, size);
-  } else {
-    limit = std::make_unique<RawDisk>(directories, size);
+    try {
+      limit = std::make_unique<Fio>(directories, size);
+    } catch (const EngineError& error) {
+      no_fio = error.message();
+    }
   }
+  if (limit == nullptr) limit = std::make_unique<RawDisk>(directories, size);
   std::vector<Contestant> contestants;
   const auto enter = [&](std::string name, io::EngineChoice with, bool checksums) {
     contestants.push_back(
@@ -221,7 +225,7 @@ void run_bench(const Flags& flags) {
                   first.engine_name(), first.direct() ? "O_DIRECT" : "through the page cache",
                   first.registered() ? "registered" : "unregistered", io::checksum_target()));
   if (dynamic_cast<Fio*>(limit.get()) == nullptr) {
-    report.note("fio is not installed: the limit is a plain loop of our own.");
+    report.note(fmt::format("The limit is a plain loop of our own: {}.", no_fio));
   }
   std::puts(flags.json ? report.json().c_str() : report.table().c_str());
 }
