@@ -35,6 +35,7 @@ struct Flags {
   double seconds = 1;
   unsigned rounds = 5;
   std::string engine = "auto";
+  bool small_pages = false;
   bool json = false;
 };
 
@@ -42,7 +43,7 @@ struct Flags {
 class SwapLoad {
  public:
   SwapLoad(const std::vector<std::filesystem::path>& directories, Bytes size, const DiskLoad& load,
-           io::EngineChoice engine, bool checksums)
+           io::EngineChoice engine, bool checksums, AlignedBuffer::Pages pages)
       : budget_("nvme", size),
         space_(options(directories, size, load, engine, checksums), budget_),
         extent_(space_.allocate(size)),
@@ -50,7 +51,7 @@ class SwapLoad {
         blocks_(size / load.block),
         // A few more than the disk's queue holds, so that it is never short of one.
         slots_(load.depth * directories.size() + 4),
-        memory_(slots_ * block_, 4096, AlignedBuffer::Pages::Huge) {
+        memory_(slots_ * block_, 4096, pages) {
     for (std::size_t i = 0; i < memory_.size(); ++i) {
       memory_.data()[i] = static_cast<std::byte>(i * 2654435761U >> 7);
     }
@@ -172,15 +173,20 @@ void run_bench(const Flags& flags) {
   require_room(directories, 4 * size);
 
   std::unique_ptr<DiskLimit> limit;
+  std::string no_fio = "fio is not installed";
   if (Fio::present()) {
-    limit = std::make_unique<Fio>(directories, size);
-  } else {
-    limit = std::make_unique<RawDisk>(directories, size);
+    try {
+      limit = std::make_unique<Fio>(directories, size);
+    } catch (const EngineError& error) {
+      no_fio = error.message();
+    }
   }
+  if (limit == nullptr) limit = std::make_unique<RawDisk>(directories, size);
+  const auto pages = flags.small_pages ? AlignedBuffer::Pages::Default : AlignedBuffer::Pages::Huge;
   std::vector<Contestant> contestants;
   const auto enter = [&](std::string name, io::EngineChoice with, bool checksums) {
-    contestants.push_back(
-        {std::move(name), std::make_unique<SwapLoad>(directories, size, load, with, checksums)});
+    contestants.push_back({std::move(name), std::make_unique<SwapLoad>(directories, size, load,
+                                                                       with, checksums, pages)});
   };
   enter("checksums off", engine, false);
   enter("checksums on", engine, true);
@@ -212,16 +218,18 @@ void run_bench(const Flags& flags) {
                   "GB/s", median(limits) * 1e-9, limit->name()});
     }
   }
-  report.note(
-      fmt::format("{} in {} director{}, blocks of {}, depth {}, {} rounds of {} s in turns, "
-                  "medians; engine {}, "
-                  "{}, {} buffers, checksums {}.",
-                  format_bytes(size), directories.size(), directories.size() == 1 ? "y" : "ies",
-                  format_bytes(load.block), flags.depth, flags.rounds, flags.seconds,
-                  first.engine_name(), first.direct() ? "O_DIRECT" : "through the page cache",
-                  first.registered() ? "registered" : "unregistered", io::checksum_target()));
+  report.note(fmt::format(
+      "{} in {} director{}, blocks of {}, depth {}, {} rounds of {} s in turns, "
+      "medians; engine {}, "
+      "{}, {} buffers on {}, checksums {}.",
+      format_bytes(size), directories.size(), directories.size() == 1 ? "y" : "ies",
+      format_bytes(load.block), flags.depth, flags.rounds, flags.seconds, first.engine_name(),
+      first.direct() ? "O_DIRECT" : "through the page cache",
+      first.registered() ? "registered" : "unregistered",
+      flags.small_pages ? "small pages, as fio's" : "huge pages, as the engine's (fio: small)",
+      io::checksum_target()));
   if (dynamic_cast<Fio*>(limit.get()) == nullptr) {
-    report.note("fio is not installed: the limit is a plain loop of our own.");
+    report.note(fmt::format("The limit is a plain loop of our own: {}.", no_fio));
   }
   std::puts(flags.json ? report.json().c_str() : report.table().c_str());
 }
@@ -244,6 +252,8 @@ void add_bench_io(CLI::App& bench) {
   command->add_option("--rounds", flags->rounds, "Measurements of each kind; the median counts")
       ->capture_default_str();
   command->add_option("--engine", flags->engine, "auto, uring or posix")->capture_default_str();
+  command->add_flag("--small-pages", flags->small_pages,
+                    "Our buffers on 4 KiB pages, as fio's are, instead of huge ones");
   command->add_flag("--json", flags->json, "One JSON object instead of a table");
   command->callback([flags] { run_bench(*flags); });
 }

@@ -24,7 +24,14 @@ namespace {
 /// handlers are not set.
 std::vector<std::string> doomed;
 
+/// fio, while it runs: stopped first, for it would make its file again.
+volatile sig_atomic_t running = 0;
+
 void remove_and_die(int signal) {
+  if (const pid_t child = running; child > 0) {
+    ::kill(child, SIGKILL);
+    ::waitpid(child, nullptr, 0);
+  }
   for (const std::string& path : doomed) ::unlink(path.c_str());
   std::signal(signal, SIG_DFL);
   std::raise(signal);
@@ -54,6 +61,7 @@ std::string output_of(const std::vector<std::string>& arguments) {
   pid_t child = 0;
   const int error =
       ::posix_spawnp(&child, pointers[0], &actions, nullptr, pointers.data(), environ);
+  if (error == 0) running = child;
   ::posix_spawn_file_actions_destroy(&actions);
   ::close(out[1]);
   std::string text;
@@ -64,7 +72,9 @@ std::string output_of(const std::vector<std::string>& arguments) {
   }
   ::close(out[0]);
   int status = 0;
-  if (error != 0 || ::waitpid(child, &status, 0) != child || status != 0) {
+  const bool ended = error == 0 && ::waitpid(child, &status, 0) == child;
+  running = 0;
+  if (!ended || status != 0) {
     throw EngineError(arguments[0] + " failed: " + (error != 0 ? std::strerror(error) : text),
                       {context("status", status)});
   }

@@ -17,7 +17,7 @@ class RawDisk final : public DiskLimit {
   /// Writes `size` bytes in all.
   RawDisk(const std::vector<std::filesystem::path>& directories, Bytes size);
 
-  std::string name() const override { return "pread/pwrite by threads (no fio here)"; }
+  std::string name() const override { return "pread/pwrite by threads, O_DIRECT"; }
   double run(const DiskLoad& load) override;
 
  private:

@@ -66,7 +66,7 @@ TEST_P(IoFork, TheChildMayOnlyForget) {
     }
     int status = 0;
     ASSERT_EQ(::waitpid(child, &status, 0), child);
-    EXPECT_TRUE(WIFEXITED(status)) << "ended by signal " << WTERMSIG(status);
+    ASSERT_TRUE(WIFEXITED(status)) << "ended by signal " << WTERMSIG(status);
     EXPECT_EQ(WEXITSTATUS(status), 0);
     for (Transfer& transfer : transfers) transfer.wait();
     std::vector<std::byte> read(kLength);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <utility>
 
@@ -14,7 +15,9 @@ namespace pagoda::io {
 /// A range of a swap space and what is known of its blocks. Kept alive by its Extent and by every
 /// transfer in flight, so that space is never handed out again under a running write.
 struct ExtentState {
-  ExtentState(std::shared_ptr<ExtentAllocator> from, Bytes at, Bytes size, Bytes checksum_block);
+  /// `sum_memory` counts what the checksums of all extents take.
+  ExtentState(std::shared_ptr<ExtentAllocator> from, Bytes at, Bytes size, Bytes checksum_block,
+              std::shared_ptr<std::atomic<Bytes>> sum_memory);
   ExtentState(const ExtentState&) = delete;
   ExtentState& operator=(const ExtentState&) = delete;
   ~ExtentState();
@@ -23,6 +26,7 @@ struct ExtentState {
   const Bytes begin;   // in the space
   const Bytes length;  // as asked for; the space taken is rounded up
   BlockSums sums;      // its own comment says what guards it
+  const std::shared_ptr<std::atomic<Bytes>> sum_memory;
   const OwnerProcess owner;
 
   Bytes end() const noexcept { return begin + length; }

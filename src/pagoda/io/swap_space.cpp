@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "pagoda/io/swap_space.h"
 
+#include <atomic>
+#include <new>
+#include <optional>
 #include <utility>
 
 #include "pagoda/base/trace.h"
@@ -48,6 +51,7 @@ struct SwapSpace::State {
   const Bytes bounce_bytes;
   Reservation reservation;
   const std::shared_ptr<ExtentAllocator> allocator;
+  const std::shared_ptr<std::atomic<Bytes>> sum_memory = std::make_shared<std::atomic<Bytes>>(0);
   const std::shared_ptr<ErrorLatch> latch;
   Volume volume;  // last: waits for its transfers before the rest goes
 };
@@ -73,8 +77,8 @@ Extent SwapSpace::allocate(Bytes length) {
         length, stats.largest_hole);
   }
   try {
-    return Extent(
-        std::make_shared<ExtentState>(state_->allocator, *offset, length, state_->sum_block));
+    return Extent(std::make_shared<ExtentState>(state_->allocator, *offset, length,
+                                                state_->sum_block, state_->sum_memory));
   } catch (const std::bad_alloc&) {
     state_->allocator->free(*offset, length);
     throw;
@@ -201,7 +205,8 @@ SwapSpace::Stats SwapSpace::stats() const {
           .modified_blocks = counters.modified_blocks,
           .checksum_errors = counters.checksum_errors,
           .errors = counters.errors,
-          .host_bytes = state_->bounce_bytes};
+          .bounce_bytes = state_->bounce_bytes,
+          .sum_bytes = *state_->sum_memory};
 }
 
 RegisteredBuffer SwapSpace::register_buffer(std::span<std::byte> memory) {

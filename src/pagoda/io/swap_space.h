@@ -27,7 +27,7 @@ struct Move {
 };
 
 /// Memory that transfers reach without the kernel looking it up each time. Unregisters when it
-/// goes, which must be before the memory does and before its space does.
+/// goes, which must be before the memory does and before its space does, and not in a callback.
 class RegisteredBuffer {
  public:
   RegisteredBuffer() = default;
@@ -67,7 +67,8 @@ class SwapSpace {
     std::uint64_t modified_blocks = 0;  ///< written in part
     std::uint64_t checksum_errors = 0;
     std::uint64_t errors = 0;
-    Bytes host_bytes = 0;  ///< memory held: bounce buffers; the checksums are sum_bytes()
+    Bytes bounce_bytes = 0;  ///< host memory held by the bounce buffers
+    Bytes sum_bytes = 0;     ///< host memory held by the checksums of all extents
   };
 
   /// Claims `options.capacity` from `budget` and from the disks. UserError when a directory is not

@@ -15,7 +15,8 @@
 namespace pagoda::io {
 
 /// Called once when a transfer has ended, with its first error or null, on a thread of an engine.
-/// It must not wait for transfers; it may start some. What it throws is latched in the space.
+/// It must not wait for transfers, nor drop one that runs; it may start some. What it throws is
+/// latched in the space.
 using TransferCallback = std::function<void(std::exception_ptr error)>;
 
 /// What a Transfer and its pieces share. Any thread may call it.

@@ -104,12 +104,13 @@ TEST_P(EngineTest, MovesBytesAndReportsWhatTheKernelSays) {
 
 TEST_P(EngineTest, ManyMoreRequestsThanDepth) {
   std::vector<Probe> probes(1000);
+  AlignedBuffer memory(probes.size() * 4096);  // a page each: requests are unordered
   {
     const auto engine = make_engine(GetParam(), {.files = {file_.fd()}, .depth = 3});
-    engine->add_buffer(memory_.span());
+    engine->add_buffer(memory.span());
     RequestList list;
     for (std::size_t i = 0; i < probes.size(); ++i) {
-      probes[i].data = memory_.data() + i % 256 * 4096;
+      probes[i].data = memory.data() + i * 4096;
       probes[i].offset = i % 256 * 4096;
       probes[i].length = 4096;
       probes[i].priority = static_cast<Priority>(i % 3);

@@ -149,6 +149,16 @@ TEST_F(SwapSpaceTest, AlignedWholeTransfersAreNotCopied) {
   EXPECT_EQ(stats.bytes_read, 64_KiB);
 }
 
+TEST_F(SwapSpaceTest, ChecksumMemoryIsCounted) {
+  SwapSpace space(options(), budget_);
+  {
+    const Extent extent = space.allocate(100'000);
+    EXPECT_EQ(space.stats().sum_bytes, 7U * 9U);
+    EXPECT_GE(space.sum_bytes(100'000), space.stats().sum_bytes);
+  }
+  EXPECT_EQ(space.stats().sum_bytes, 0U);
+}
+
 TEST_F(SwapSpaceTest, SeveralRingsPerDirectory) {
   SwapOptions two = options();
   two.rings = 2;
