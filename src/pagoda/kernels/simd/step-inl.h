@@ -15,6 +15,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "pagoda/kernels/optimizer_slice.h"
 #include "pagoda/kernels/simd/lanes-inl.h"
@@ -25,9 +26,9 @@ namespace HWY_NAMESPACE {
 
 enum class Moments : std::uint8_t { None, F32, BF16 };
 
-/// What becomes of the master: it is the parameter, or is written once more in the parameter's
-/// type, or lives split in the parameter and a rest.
-enum class Output : std::uint8_t { None, F32, BF16, F16, Split };
+/// What becomes of the master: it is the parameter, or is written once more in 16 bits, or lives
+/// split in the parameter and a rest.
+enum class Output : std::uint8_t { None, BF16, F16, Split };
 
 /// From this many elements on the parameter, which is only written, goes past the caches: a line
 /// need not be read first. Below, it may as well stay for whoever asked.
@@ -35,6 +36,9 @@ constexpr std::size_t kStreamFrom = 32768;
 
 /// How far ahead lines are asked for. The processor's own prefetcher stops at every 4 KiB.
 constexpr std::size_t kAhead = 512;  // elements
+
+/// Elements between two copies of an fp32 master to an fp32 parameter.
+constexpr std::size_t kCopyStretch = 2048;
 
 /// Elements of a slice as plain pointers; what is absent is null and never touched.
 struct Arrays {
@@ -127,7 +131,6 @@ class StepLoop {
     } else {
       hn::StoreU(x.p, kF, a.master + i);
       hn::StoreU(y.p, kF, a.master + i + kLanes);
-      if constexpr (kOutput == Output::F32) put<Dtype::F32>(x.p, y.p, a.param + 4 * i, stream);
       if constexpr (kOutput == Output::BF16) put<Dtype::BF16>(x.p, y.p, a.param + 2 * i, stream);
       if constexpr (kOutput == Output::F16) put<Dtype::F16>(x.p, y.p, a.param + 2 * i, stream);
       store_moments(x, y, hn::Zero(kU), hn::Zero(kU), a, i, noise, index);
@@ -203,6 +206,16 @@ void partial_group(GroupsFunction<Scalars> groups, const Scalars& scalars,
 template <class Scalars>
 void walk(GroupsFunction<Scalars> groups, const Scalars& scalars, const OptimizerSlice& slice,
           RoundingKey key) {
+  if (slice.param && slice.param.type == Dtype::F32) {
+    // A second fp32 copy is rare: made from the master, a stretch at a time while that is cached.
+    for (std::size_t begin = 0; begin < slice.count; begin += kCopyStretch) {
+      OptimizerSlice part = slice.part(begin, std::min(slice.count, begin + kCopyStretch));
+      void* copy = std::exchange(part.param.data, nullptr);
+      walk(groups, scalars, part, key);
+      std::memcpy(copy, part.master, part.count * sizeof(float));
+    }
+    return;
+  }
   const Arrays a = {
       static_cast<const std::byte*>(slice.grad.data), slice.master,
       reinterpret_cast<std::uint16_t*>(slice.rest),   static_cast<std::byte*>(slice.param.data),
@@ -229,13 +242,13 @@ GroupsFunction<typename Rule::Scalars> groups_for_output(const OptimizerSlice& s
   if (!slice.param) return StepLoop<Rule, kGrad, kMoments, Output::None>::groups;
   switch (slice.param.type) {
     case Dtype::F32:
-      return StepLoop<Rule, kGrad, kMoments, Output::F32>::groups;
+      break;  // walk() copies it
     case Dtype::BF16:
       return StepLoop<Rule, kGrad, kMoments, Output::BF16>::groups;
     case Dtype::F16:
       return StepLoop<Rule, kGrad, kMoments, Output::F16>::groups;
   }
-  return nullptr;
+  return StepLoop<Rule, kGrad, kMoments, Output::None>::groups;
 }
 
 /// The loop for the types of the slice.
