@@ -2,7 +2,6 @@
 #pragma once
 
 #include "bench_report.h"
-
 #include "pagoda/base/bytes.h"
 
 namespace pagoda::bench {

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 
-#include "device_bench.h"
 #include <fmt/format.h>
 
+#include "device_bench.h"
 #include "pagoda/base/clock.h"
 #include "pagoda/device/arena.h"
 #include "pagoda/device/cuda/cuda_device.h"

@@ -8,11 +8,11 @@
 #include <optional>
 #include <thread>
 
-#include "bench_report.h"
-#include "commands.h"
 #include <CLI/CLI.hpp>
 #include <fmt/format.h>
 
+#include "bench_report.h"
+#include "commands.h"
 #include "pagoda/base/aligned_buffer.h"
 #include "pagoda/base/clock.h"
 #include "pagoda/base/error.h"

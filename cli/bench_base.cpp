@@ -4,10 +4,10 @@
 #include <thread>
 #include <vector>
 
-#include "bench_report.h"
-#include "commands.h"
 #include <CLI/CLI.hpp>
 
+#include "bench_report.h"
+#include "commands.h"
 #include "pagoda/base/budget.h"
 #include "pagoda/base/clock.h"
 #include "pagoda/base/thread_pool.h"

@@ -10,19 +10,19 @@
 #include <string>
 #include <vector>
 
+#include <CLI/CLI.hpp>
+#include <sys/statvfs.h>
+
 #include "bench_report.h"
 #include "commands.h"
 #include "disk_load.h"
 #include "fio.h"
-#include "raw_disk.h"
-#include <CLI/CLI.hpp>
-#include <sys/statvfs.h>
-
 #include "pagoda/base/aligned_buffer.h"
 #include "pagoda/base/clock.h"
 #include "pagoda/base/error.h"
 #include "pagoda/io/checksum.h"
 #include "pagoda/io/swap_space.h"
+#include "raw_disk.h"
 
 namespace pagoda::cli {
 namespace {

@@ -6,7 +6,6 @@
 #include <vector>
 
 #include "disk_load.h"
-
 #include "pagoda/base/bytes.h"
 
 namespace pagoda::cli {

@@ -2,11 +2,12 @@
 // The `pagoda` program: parses the command line, runs one command, turns errors into one line.
 #include <iostream>
 #include <string>
+#include <vector>
 
-#include "commands.h"
 #include <CLI/CLI.hpp>
 #include <fmt/format.h>
 
+#include "commands.h"
 #include "pagoda/base/error.h"
 #include "pagoda/base/log.h"
 #include "pagoda/base/version.h"
@@ -22,6 +23,17 @@ std::string version_text() {
                      pagoda::torch::loaded_version(), pagoda::torch::built_version());
 }
 
+/// One line: what is wrong, and where help is.
+std::string usage_message(const CLI::App* app, const CLI::Error& error) {
+  std::string what = error.what();
+  // CLI11 calls a mistyped command a missing one.
+  const std::vector<std::string> unknown = app->remaining(true);
+  if (error.get_name() == "RequiredError" && !unknown.empty()) {
+    what = fmt::format("there is no command '{}'", unknown.front());
+  }
+  return fmt::format("pagoda: {}; see 'pagoda --help'\n", what);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -31,7 +43,7 @@ int main(int argc, char** argv) {
   app.name("pagoda");
   app.set_version_flag("--version", version_text, "Print the versions of pagoda and torch");
   app.require_subcommand(1);
-  app.failure_message(CLI::FailureMessage::simple);
+  app.failure_message(usage_message);
   app.footer(
       "Run 'pagoda COMMAND --help' for the flags of a command.\n"
       "PAGODA_LOG=debug|info|warn|error sets what is logged, PAGODA_LOG_FORMAT=json its form.");

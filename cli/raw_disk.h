@@ -5,7 +5,6 @@
 #include <vector>
 
 #include "disk_load.h"
-
 #include "pagoda/io/swap_file.h"
 
 namespace pagoda::cli {

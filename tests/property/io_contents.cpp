@@ -9,10 +9,10 @@
 #include <random>
 #include <thread>
 
-#include "unit/io/space_kinds.h"
 #include <gtest/gtest.h>
 
 #include "pagoda/base/aligned_buffer.h"
+#include "unit/io/space_kinds.h"
 
 namespace pagoda::io {
 namespace {

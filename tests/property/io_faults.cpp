@@ -6,13 +6,13 @@
 #include <random>
 #include <thread>
 
-#include "unit/io/space_kinds.h"
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include "pagoda/base/log.h"
 #include "pagoda/io/fault/fault_plan.h"
 #include "pagoda/io/io_error.h"
+#include "unit/io/space_kinds.h"
 
 namespace pagoda::io {
 namespace {

@@ -4,11 +4,11 @@
 #include <cstring>
 #include <memory>
 
-#include "unit/io/space_kinds.h"
 #include <gtest/gtest.h>
 #include <sys/wait.h>
 
 #include "pagoda/base/aligned_buffer.h"
+#include "unit/io/space_kinds.h"
 
 namespace pagoda::io {
 namespace {

@@ -4,12 +4,12 @@
 #include <functional>
 #include <optional>
 
-#include "property/optimizer_state.h"
 #include <gtest/gtest.h>
 
 #include "pagoda/kernels/adam.h"
 #include "pagoda/kernels/lion.h"
 #include "pagoda/kernels/sgd.h"
+#include "property/optimizer_state.h"
 
 namespace pagoda {
 namespace {

@@ -4,11 +4,11 @@
 #include <numeric>
 #include <vector>
 
-#include "property/optimizer_state.h"
 #include <gtest/gtest.h>
 
 #include "pagoda/kernels/cast.h"
 #include "pagoda/kernels/master_split.h"
+#include "property/optimizer_state.h"
 
 namespace pagoda {
 namespace {

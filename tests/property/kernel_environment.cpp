@@ -4,12 +4,12 @@
 #include <gtest/gtest.h>
 
 #if defined(__x86_64__)
-#include "property/optimizer_state.h"
 #include <xmmintrin.h>
 
 #include "pagoda/kernels/adam.h"
 #include "pagoda/kernels/cast.h"
 #include "pagoda/kernels/gradient_norm.h"
+#include "property/optimizer_state.h"
 
 namespace pagoda {
 namespace {

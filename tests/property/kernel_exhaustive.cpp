@@ -8,11 +8,11 @@
 #include <thread>
 #include <vector>
 
-#include "property/kernel_reference.h"
 #include <gtest/gtest.h>
 
 #include "pagoda/kernels/cast.h"
 #include "pagoda/kernels/master_split.h"
+#include "property/kernel_reference.h"
 
 namespace pagoda {
 namespace {

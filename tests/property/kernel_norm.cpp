@@ -4,11 +4,11 @@
 #include <limits>
 #include <vector>
 
-#include "property/optimizer_state.h"
 #include <gtest/gtest.h>
 
 #include "pagoda/kernels/cast.h"
 #include "pagoda/kernels/gradient_norm.h"
+#include "property/optimizer_state.h"
 
 namespace pagoda {
 namespace {

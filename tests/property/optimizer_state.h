@@ -7,11 +7,11 @@
 #include <string>
 #include <vector>
 
-#include "property/kernel_reference.h"
 #include <fmt/format.h>
 
 #include "pagoda/kernels/master_split.h"
 #include "pagoda/kernels/optimizer_slice.h"
+#include "property/kernel_reference.h"
 
 namespace pagoda {
 

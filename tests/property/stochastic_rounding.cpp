@@ -5,11 +5,11 @@
 #include <cmath>
 #include <vector>
 
-#include "property/kernel_reference.h"
 #include <gtest/gtest.h>
 
 #include "pagoda/kernels/adam.h"
 #include "pagoda/kernels/rounding_counter.h"
+#include "property/kernel_reference.h"
 
 namespace pagoda {
 namespace {

@@ -3,7 +3,6 @@
 #include <cerrno>
 #include <cstring>
 
-#include "unit/io/space_kinds.h"
 #include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -11,6 +10,7 @@
 #include <sys/mount.h>
 
 #include "pagoda/io/swap_space.h"
+#include "unit/io/space_kinds.h"
 
 namespace pagoda::io {
 namespace {

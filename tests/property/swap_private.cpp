@@ -4,7 +4,6 @@
 #include <filesystem>
 #include <thread>
 
-#include "unit/io/space_kinds.h"
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <sys/stat.h>
@@ -12,6 +11,7 @@
 #include <sys/wait.h>
 
 #include "pagoda/io/swap_space.h"
+#include "unit/io/space_kinds.h"
 
 namespace pagoda::io {
 namespace {

@@ -3,10 +3,10 @@
 
 #include <thread>
 
-#include "unit/device/device_case.h"
 #include <gmock/gmock.h>
 
 #include "pagoda/base/log.h"
+#include "unit/device/device_case.h"
 
 namespace pagoda::device {
 namespace {

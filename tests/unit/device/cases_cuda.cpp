@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "unit/device/device_case.h"
-
 #include "pagoda/device/cuda/cuda_device.h"
+#include "unit/device/device_case.h"
 
 namespace pagoda::device {
 

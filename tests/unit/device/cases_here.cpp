@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "unit/device/device_case.h"
-
 #include "pagoda/device/emulated/emulated_device.h"
 #include "pagoda/device/host/host_device.h"
+#include "unit/device/device_case.h"
 
 namespace pagoda::device {
 namespace {

@@ -2,9 +2,8 @@
 // What only CUDA has: native streams, registered pages, copies beyond 2 GiB.
 #include <thread>
 
-#include "unit/device/device_case.h"
-
 #include "pagoda/device/cuda/cuda_device.h"
+#include "unit/device/device_case.h"
 
 namespace pagoda::device {
 namespace {

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "unit/device/device_case.h"
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include "pagoda/base/log.h"
 #include "pagoda/device/emulated/emulated_device.h"
 #include "pagoda/device/host/host_device.h"
+#include "unit/device/device_case.h"
 
 namespace pagoda::device {
 namespace {

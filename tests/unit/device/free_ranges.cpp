@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "pagoda/device/free_ranges.h"
 
-#include "unit/device/device_case.h"
 #include <gtest/gtest.h>
 
 #include "pagoda/base/error.h"
 #include "pagoda/device/device.h"
 #include "pagoda/device/emulated/emulated_device.h"
+#include "unit/device/device_case.h"
 
 namespace pagoda::device {
 namespace {

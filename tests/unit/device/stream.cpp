@@ -4,9 +4,8 @@
 #include <atomic>
 #include <thread>
 
-#include "unit/device/device_case.h"
-
 #include "pagoda/device/emulated/emulated_device.h"
+#include "unit/device/device_case.h"
 
 namespace pagoda::device {
 namespace {

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "pagoda/io/checksum.h"
 
-#include "unit/io/space_kinds.h"
 #include <gtest/gtest.h>
+
+#include "unit/io/space_kinds.h"
 
 namespace pagoda::io {
 namespace {

@@ -7,7 +7,6 @@
 #include <cstring>
 #include <thread>
 
-#include "unit/io/space_kinds.h"
 #include <gtest/gtest.h>
 #include <linux/filter.h>
 #include <linux/seccomp.h>
@@ -20,6 +19,7 @@
 #include "pagoda/base/log.h"
 #include "pagoda/io/io_error.h"
 #include "pagoda/io/request_queue.h"
+#include "unit/io/space_kinds.h"
 
 namespace pagoda::io {
 namespace {

@@ -9,10 +9,10 @@
 #include <string>
 #include <vector>
 
-#include "unit/io/scratch_directory.h"
 #include <gtest/gtest.h>
 
 #include "pagoda/io/swap_space.h"
+#include "unit/io/scratch_directory.h"
 
 namespace pagoda::io {
 

@@ -3,13 +3,13 @@
 
 #include <fstream>
 
-#include "unit/io/scratch_directory.h"
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include "pagoda/base/error.h"
+#include "unit/io/scratch_directory.h"
 
 namespace pagoda::io {
 namespace {

@@ -3,12 +3,12 @@
 
 #include <cerrno>
 
-#include "unit/io/space_kinds.h"
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include "pagoda/base/aligned_buffer.h"
 #include "pagoda/io/io_error.h"
+#include "unit/io/space_kinds.h"
 
 namespace pagoda::io {
 namespace {

@@ -72,7 +72,8 @@ TEST(Adam, FollowsTheTextbookInDouble) {
     for (std::uint64_t t = 1; t <= 100; ++t) {
       trained.step({.lr = 1e-2, .weight_decay = 0.1, .decay = decay}, t);
     }
-    // The decay factor alone, rounded to fp32 a hundred times over, is worth 2e-6; torch has it too.
+    // The decay factor alone, rounded to fp32 a hundred times over, is worth 2e-6; torch has it
+    // too.
     EXPECT_LT(trained.difference(), 5e-6);
   }
 }

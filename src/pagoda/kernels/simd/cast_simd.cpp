@@ -5,7 +5,7 @@
 #define HWY_TARGET_INCLUDE "pagoda/kernels/simd/cast_simd.cpp"
 #include <cstring>
 
-#include "hwy/foreach_target.h"
+#include <hwy/foreach_target.h>
 
 #include "pagoda/kernels/dispatch.h"
 #include "pagoda/kernels/simd/lanes-inl.h"

@@ -12,8 +12,8 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "hwy/cache_control.h"
-#include "hwy/highway.h"
+#include <hwy/cache_control.h>
+#include <hwy/highway.h>
 
 #include "pagoda/kernels/element.h"
 #include "pagoda/kernels/rounding_counter.h"

@@ -7,7 +7,7 @@
 #include <cstring>
 #include <limits>
 
-#include "hwy/foreach_target.h"
+#include <hwy/foreach_target.h>
 
 #include "pagoda/kernels/dispatch.h"
 #include "pagoda/kernels/gradient_norm.h"

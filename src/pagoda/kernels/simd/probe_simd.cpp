@@ -3,7 +3,7 @@
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "pagoda/kernels/simd/probe_simd.cpp"
-#include "hwy/foreach_target.h"
+#include <hwy/foreach_target.h>
 
 #include "pagoda/kernels/dispatch.h"
 #include "pagoda/kernels/simd/lanes-inl.h"
