@@ -220,11 +220,6 @@ class Crew {
   std::optional<ThreadPool> pool_;
 };
 
-double median(std::vector<double> values) {
-  std::ranges::nth_element(values, values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2));
-  return values[values.size() / 2];
-}
-
 BenchRow measure(const Variant& variant, std::size_t count, std::size_t threads,
                  std::size_t rounds) {
   Crew crew(threads);

@@ -33,8 +33,7 @@ double nanoseconds_per_call(int calls, const Fn& fn) {
     }
     rounds.push_back(static_cast<double>(watch.elapsed_ns()) / calls);
   }
-  std::ranges::nth_element(rounds, rounds.begin() + 4);
-  return rounds[4];
+  return median(std::move(rounds));
 }
 
 BenchReport run() {

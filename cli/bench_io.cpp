@@ -132,11 +132,6 @@ class SwapLoad {
   io::RegisteredBuffer registered_;
 };
 
-double median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  return values[values.size() / 2];
-}
-
 void require_room(const std::vector<std::filesystem::path>& directories, Bytes size) {
   for (const auto& directory : directories) {
     struct statvfs disk {};

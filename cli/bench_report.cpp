@@ -32,6 +32,12 @@ std::string padded(const std::string& text, std::size_t width, bool right) {
 
 }  // namespace
 
+double median(std::vector<double> values) {
+  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
+  std::ranges::nth_element(values, middle);
+  return *middle;
+}
+
 std::string BenchReport::table() const {
   std::vector<Cells> lines = {{"", "measured", "unit", "limit", "ratio", "limit is"}};
   for (const BenchRow& row : rows_) {

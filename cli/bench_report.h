@@ -6,6 +6,9 @@
 
 namespace pagoda::cli {
 
+/// The middle of `values`, which are not empty: what a bench reports of its rounds.
+double median(std::vector<double> values);
+
 /// One measurement beside the physical or best-known limit that was measured in the same run.
 struct BenchRow {
   std::string name;

@@ -22,7 +22,7 @@ endif()
 if(PAGODA_SANITIZE)
   set(CMAKE_CXX_FLAGS_RELEASE "-O1 -g1")
 else()
-  set(CMAKE_CXX_FLAGS_RELEASE "-O3 -g")
+  set(CMAKE_CXX_FLAGS_RELEASE "-O3 -g1")
 endif()
 
 add_library(pagoda_flags INTERFACE)

@@ -13,19 +13,24 @@ if(NOT PAGODA_TORCH_DIR)
   endif()
 endif()
 
-# CUDA headers come with the wheel's own dependencies, as nvidia/cu13/include.
+# CUDA headers come with the wheel's own dependencies, as nvidia/cu13/include. They count only if
+# they compile: the wheel leaves out a few that they include (requirements.txt has them).
+include(CheckIncludeFileCXX)
 file(GLOB cuda_candidates ${PAGODA_TORCH_DIR}/../nvidia/cu1*/include/cuda_runtime_api.h
   ${PAGODA_TORCH_DIR}/../nvidia/cuda_runtime/include/cuda_runtime_api.h)
 add_library(cuda_headers INTERFACE)
-set(PAGODA_CUDA_HEADERS OFF)
 if(cuda_candidates)
   list(GET cuda_candidates 0 cuda_header)
   get_filename_component(cuda_include ${cuda_header} REALPATH)
   get_filename_component(cuda_include ${cuda_include} DIRECTORY)
+  set(CMAKE_REQUIRED_INCLUDES ${cuda_include})
+  check_include_file_cxx(cuda_runtime_api.h PAGODA_CUDA_HEADERS)
+  unset(CMAKE_REQUIRED_INCLUDES)
   target_include_directories(cuda_headers SYSTEM INTERFACE ${cuda_include})
-  set(PAGODA_CUDA_HEADERS ON)
 endif()
-message(STATUS "CUDA headers: ${PAGODA_CUDA_HEADERS} ${cuda_include}")
+if(NOT PAGODA_CUDA_HEADERS)
+  message(STATUS "No CUDA headers beside torch: the CUDA backend is a stub that says so")
+endif()
 
 if(PAGODA_TORCH)
   if(NOT EXISTS ${PAGODA_TORCH_DIR}/lib/libtorch_cpu.so)

@@ -7,8 +7,8 @@
 #include <memory>
 #include <mutex>
 
+#include <spdlog/logger.h>
 #include <spdlog/sinks/stdout_sinks.h>
-#include <spdlog/spdlog.h>
 
 #include "pagoda/base/error.h"
 #include "pagoda/base/json_text.h"

@@ -2,7 +2,6 @@
 #include "pagoda/kernels/adam.h"
 
 #include <cmath>
-#include <limits>
 
 #include "pagoda/kernels/dispatch.h"
 #include "pagoda/kernels/float_environment.h"
@@ -10,8 +9,6 @@
 
 namespace pagoda::kernels {
 namespace {
-
-constexpr double kHuge = std::numeric_limits<double>::max();
 
 /// In double, then rounded once. Not inlined: the arithmetic must stay behind the caller's
 /// DefaultFloatEnvironment, which the compiler does not know to depend on it.

@@ -1,16 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "pagoda/kernels/lion.h"
 
-#include <limits>
-
 #include "pagoda/kernels/dispatch.h"
 #include "pagoda/kernels/float_environment.h"
 #include "pagoda/kernels/slice_driver.h"
 
 namespace pagoda::kernels {
 namespace {
-
-constexpr double kHuge = std::numeric_limits<double>::max();
 
 /// Not inlined, as in adam.cpp.
 [[gnu::noinline]] LionScalars scalars_of(const LionConfig& c, const Step& step) {

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "pagoda/kernels/sgd.h"
 
-#include <limits>
-
 #include "pagoda/base/error.h"
 #include "pagoda/kernels/dispatch.h"
 #include "pagoda/kernels/float_environment.h"
@@ -10,8 +8,6 @@
 
 namespace pagoda::kernels {
 namespace {
-
-constexpr double kHuge = std::numeric_limits<double>::max();
 
 /// Not inlined, as in adam.cpp.
 [[gnu::noinline]] SgdScalars scalars_of(const SgdConfig& c, const Step& step) {

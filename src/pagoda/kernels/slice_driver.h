@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 
 #include "pagoda/base/thread_pool.h"
 #include "pagoda/kernels/optimizer_slice.h"
@@ -22,6 +23,9 @@ void check_slice(const OptimizerSlice& slice, const Step& step, Needs needs, boo
 
 /// Throws UserError unless the value is finite and in [low, high).
 void check_range(const char* name, double value, double low, double high);
+
+/// check_range()'s bound for what may be any finite number.
+inline constexpr double kHuge = std::numeric_limits<double>::max();
 
 /// baseᵉ by squaring: std::pow may give other bits on another machine.
 double power(double base, std::uint64_t exponent) noexcept;

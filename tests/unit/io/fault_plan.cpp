@@ -9,9 +9,9 @@
 namespace pagoda::io {
 namespace {
 
-class Probe final : public Request {
+class Target final : public Request {
  public:
-  Probe(Op kind, Bytes at, Bytes size) {
+  Target(Op kind, Bytes at, Bytes size) {
     op = kind;
     offset = at;
     length = size;
@@ -27,13 +27,13 @@ TEST(FaultPlan, ARuleStrikesWhereAndAsOftenAsItSays) {
             .end = 200,
             .skip = 1,
             .times = 2});
-  EXPECT_FALSE(plan.decide(Probe(Op::Read, 100, 10)));
-  EXPECT_FALSE(plan.decide(Probe(Op::Write, 0, 100)));
-  EXPECT_FALSE(plan.decide(Probe(Op::Write, 200, 100)));
-  EXPECT_FALSE(plan.decide(Probe(Op::Write, 150, 1))) << "skipped";
-  EXPECT_TRUE(plan.decide(Probe(Op::Write, 150, 1)));
-  EXPECT_TRUE(plan.decide(Probe(Op::Write, 50, 51)));
-  EXPECT_FALSE(plan.decide(Probe(Op::Write, 150, 1))) << "used up";
+  EXPECT_FALSE(plan.decide(Target(Op::Read, 100, 10)));
+  EXPECT_FALSE(plan.decide(Target(Op::Write, 0, 100)));
+  EXPECT_FALSE(plan.decide(Target(Op::Write, 200, 100)));
+  EXPECT_FALSE(plan.decide(Target(Op::Write, 150, 1))) << "skipped";
+  EXPECT_TRUE(plan.decide(Target(Op::Write, 150, 1)));
+  EXPECT_TRUE(plan.decide(Target(Op::Write, 50, 51)));
+  EXPECT_FALSE(plan.decide(Target(Op::Write, 150, 1))) << "used up";
   EXPECT_EQ(plan.injected(FaultKind::Short), 2U);
 }
 
@@ -44,7 +44,7 @@ TEST(FaultPlan, TheLotteryDependsOnTheSeedAndNotOnTheOrder) {
     std::vector<bool> struck(200);
     for (std::size_t i = 0; i < struck.size(); ++i) {
       const std::size_t at = backwards ? struck.size() - 1 - i : i;
-      struck[at] = plan.decide(Probe(Op::Read, at * 4096, 4096)).has_value();
+      struck[at] = plan.decide(Target(Op::Read, at * 4096, 4096)).has_value();
     }
     return struck;
   };

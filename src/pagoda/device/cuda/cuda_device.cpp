@@ -13,13 +13,6 @@
 namespace pagoda::device::cuda {
 namespace {
 
-void log_failure(cudaError_t code, std::string_view call) {
-  if (code == cudaSuccess || code == cudaErrorCudartUnloading) return;
-  runtime().GetLastError();
-  log::error("device", "memory was not given back",
-             {{"call", call}, {"cause", runtime().GetErrorString(code)}});
-}
-
 /// Memory on the GPU.
 class DeviceBytes {
  public:

@@ -37,14 +37,6 @@ cudaMemcpyKind native(Direction direction) {
   return cudaMemcpyDefault;
 }
 
-/// In destructors: nothing can be thrown, and the runtime may be shutting down.
-void log_failure(cudaError_t code, std::string_view call) {
-  if (code == cudaSuccess || code == cudaErrorCudartUnloading) return;
-  runtime().GetLastError();
-  log::error("device", "a CUDA call failed while cleaning up",
-             {{"call", call}, {"cause", runtime().GetErrorString(code)}});
-}
-
 }  // namespace
 
 CudaEvent::CudaEvent(std::shared_ptr<Device> device, int index, const EventOptions& options)

@@ -132,6 +132,13 @@ void check(cudaError_t code, std::string_view call, std::source_location where) 
       {context("error", cuda.GetErrorName(code)), context("code", static_cast<int>(code))}, where);
 }
 
+void log_failure(cudaError_t code, std::string_view call) noexcept {
+  if (code == cudaSuccess || code == cudaErrorCudartUnloading) return;
+  runtime().GetLastError();
+  log::error("device", "a CUDA call failed while cleaning up",
+             {{"call", call}, {"cause", runtime().GetErrorString(code)}});
+}
+
 DeviceGuard::DeviceGuard(int index) {
   const Runtime& cuda = runtime();
   int current = -1;

@@ -40,6 +40,10 @@ const Runtime& runtime();
 void check(cudaError_t code, std::string_view call,
            std::source_location where = std::source_location::current());
 
+/// For destructors, which cannot throw: logs what check() would have thrown, unless the process is
+/// ending and the runtime with it.
+void log_failure(cudaError_t code, std::string_view call) noexcept;
+
 /// Makes a device current for this thread while it lives. Threads differ in theirs, so every call
 /// that depends on it has one.
 ///
