@@ -11,6 +11,8 @@ namespace pagoda::cli {
 
 /// `pagoda bench base`: what tracing, budgets and threads cost.
 void add_bench_base(CLI::App& bench);
+/// `pagoda bench device`: arenas, streams and copies beside what they stand on.
+void add_bench_device(CLI::App& bench);
 /// `pagoda bench io`: the swap path beside fio.
 void add_bench_io(CLI::App& bench);
 /// `pagoda bench adam`: the optimizer kernels beside the machine's memory bandwidth.

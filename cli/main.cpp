@@ -57,6 +57,7 @@ int main(int argc, char** argv) {
       "bench", "Measure a part of the machine and of Pagoda, each figure beside its limit");
   bench->require_subcommand(1);
   pagoda::cli::add_bench_base(*bench);
+  pagoda::cli::add_bench_device(*bench);
   pagoda::cli::add_bench_io(*bench);
   pagoda::cli::add_bench_adam(*bench);
 

@@ -28,4 +28,3 @@ pagoda_header_library(third_party_uring liburing.h)
 find_library(URING_ARCHIVE liburing.a REQUIRED)
 target_link_libraries(third_party_uring INTERFACE ${URING_ARCHIVE})
 
-find_package(benchmark REQUIRED)

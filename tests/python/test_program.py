@@ -19,7 +19,7 @@ def test_version_names_torch(pagoda) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["bench", "--help"], ["bench", "base", "--help"],
-                                       ["bench", "io", "--help"], ["bench", "adam", "--help"]])
+                                       ["bench", "device", "--help"], ["bench", "io", "--help"], ["bench", "adam", "--help"]])
 def test_help_reads_well(pagoda, arguments: list[str]) -> None:
     result = pagoda(*arguments)
     assert result.returncode == 0
@@ -61,6 +61,12 @@ def rows_of(text: str) -> list[dict]:
 def test_bench_base_prints_rows(pagoda) -> None:
     names = [row["name"] for row in rows_of(pagoda("bench", "base", "--json").stdout)]
     assert "trace scope, off" in names
+
+
+def test_bench_device_prints_rows(pagoda) -> None:
+    result = pagoda("bench", "device", "--copy", "16MiB", "--pinned", "64MiB", "--json")
+    assert result.returncode == 0, result.stderr
+    assert all(row["limit"] for row in rows_of(result.stdout))
 
 
 def test_bench_adam_prints_rows(pagoda) -> None:

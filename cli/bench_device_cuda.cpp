@@ -3,14 +3,14 @@
 
 #include <fmt/format.h>
 
-#include "device_bench.h"
+#include "bench_device.h"
 #include "pagoda/base/clock.h"
 #include "pagoda/device/arena.h"
 #include "pagoda/device/cuda/cuda_device.h"
 #include "pagoda/device/cuda/runtime.h"
 #include "pagoda/device/pinned_arena.h"
 
-namespace pagoda::bench {
+namespace pagoda::cli {
 namespace {
 
 using device::Direction;
@@ -61,8 +61,7 @@ class Raw {
   cudaStream_t streams_[2] = {};
 };
 
-void bench_copies(cli::BenchReport& report, const std::shared_ptr<device::Device>& gpu,
-                  Bytes bytes) {
+void bench_copies(BenchReport& report, const std::shared_ptr<device::Device>& gpu, Bytes bytes) {
   const auto memory = gpu->allocate(device::MemoryKind::Device, 2 * bytes);
   const auto pinned = gpu->allocate(device::MemoryKind::Pinned, 2 * bytes);
   const auto up = gpu->make_stream({.name = "up"});
@@ -100,7 +99,7 @@ void bench_copies(cli::BenchReport& report, const std::shared_ptr<device::Device
   row("both ways", true, true);
 }
 
-void bench_issue(cli::BenchReport& report, const std::shared_ptr<device::Device>& gpu) {
+void bench_issue(BenchReport& report, const std::shared_ptr<device::Device>& gpu) {
   constexpr int kSmall = 2000;
   const auto memory = gpu->allocate(device::MemoryKind::Device, 4_KiB);
   const auto pinned = gpu->allocate(device::MemoryKind::Pinned, 4_KiB);
@@ -130,12 +129,12 @@ void bench_issue(cli::BenchReport& report, const std::shared_ptr<device::Device>
       arena.allocate(64_KiB, odd ? *stream : *other);
     }
   });
-  report.add({"cuda: allocate + free, two streams in turn", 1 / taken, "ns", 0, ""});
+  report.add({"cuda: allocate + free, two streams in turn", 1 / taken, "ns", allocation_ns(),
+              "malloc and free"});
   gpu->synchronize();
 }
 
-void bench_pinned(cli::BenchReport& report, const std::shared_ptr<device::Device>& gpu,
-                  Bytes bytes) {
+void bench_pinned(BenchReport& report, const std::shared_ptr<device::Device>& gpu, Bytes bytes) {
   Budget budget("bench", bytes);
   const auto gigabytes = [&](const Stopwatch& watch) {
     return static_cast<double>(bytes) * 1e-9 / watch.seconds();
@@ -157,7 +156,7 @@ void bench_pinned(cli::BenchReport& report, const std::shared_ptr<device::Device
 
 }  // namespace
 
-void bench_cuda(cli::BenchReport& report, Bytes copy_bytes, Bytes pinned_bytes) {
+void bench_cuda(BenchReport& report, Bytes copy_bytes, Bytes pinned_bytes) {
   std::string why;
   if (!device::cuda::available(&why)) {
     report.note("CUDA is not available: " + why);
@@ -170,4 +169,4 @@ void bench_cuda(cli::BenchReport& report, Bytes copy_bytes, Bytes pinned_bytes) 
   bench_pinned(report, gpu, pinned_bytes);
 }
 
-}  // namespace pagoda::bench
+}  // namespace pagoda::cli
