@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "pagoda/base/bytes.h"
+#include "pagoda/base/page_mapping.h"
 
 namespace pagoda {
 
@@ -45,7 +46,7 @@ class AlignedBuffer {
 
   std::byte* data_ = nullptr;
   Bytes size_ = 0;
-  Bytes mapped_ = 0;  // bytes to unmap; 0 when the memory came from the heap
+  PageMapping pages_;  // empty when the memory came from the heap
 };
 
 }  // namespace pagoda

@@ -4,6 +4,7 @@
 #include <cstddef>
 
 #include "pagoda/base/bytes.h"
+#include "pagoda/base/page_mapping.h"
 
 namespace pagoda {
 class ThreadPool;
@@ -25,19 +26,17 @@ class HostPages {
   HostPages(Bytes size, Touch touch, ThreadPool* touchers);
   HostPages(const HostPages&) = delete;
   HostPages& operator=(const HostPages&) = delete;
-  ~HostPages();
 
-  std::byte* data() const noexcept { return data_; }
+  std::byte* data() const noexcept { return pages_.data(); }
   Bytes size() const noexcept { return size_; }
   /// The whole pages under data(): what is registered with CUDA.
-  Bytes mapped() const noexcept { return mapped_; }
+  Bytes mapped() const noexcept { return pages_.size(); }
 
  private:
   void touch_all(ThreadPool* touchers);
 
-  std::byte* data_ = nullptr;
   Bytes size_;
-  Bytes mapped_;
+  PageMapping pages_;
 };
 
 }  // namespace pagoda::device
