@@ -29,19 +29,20 @@ have_gpu() { [[ -e /dev/nvidia0 ]] || nvidia-smi -L > /dev/null 2>&1; }
 results=$(mktemp -d)
 trap 'rm -rf "$results"' EXIT
 
-# What is left out, and why: label → reason. The sanitizer builds leave out the same.
+# What is left out, and why: label → reason.
 left_out=()
 $all || left_out+=("slow: run by ./test.sh --all")
 have_gpu || left_out+=("cuda: there is no NVIDIA GPU here")
 
 run_tests() {
-  local preset=$1 entry arguments=() labels=()
-  for entry in ${left_out[@]+"${left_out[@]}"}; do labels+=("^${entry%%:*}$"); done
+  local preset=$1 entry arguments=() labels=() skipped=(${left_out[@]+"${left_out[@]}"})
+  if $all && [[ $preset != release ]]; then skipped+=("slow: run in the release build only"); fi
+  for entry in ${skipped[@]+"${skipped[@]}"}; do labels+=("^${entry%%:*}$"); done
   (( ${#labels[@]} )) && arguments+=(-LE "$(IFS='|'; echo "${labels[*]}")")
   say "testing $preset"
   ctest --preset "$preset" -j "$(nproc)" --quiet --output-junit "$results/$preset.xml" \
     ${arguments[@]+"${arguments[@]}"} > "$results/$preset.log" 2>&1 || failed=true
-  for entry in ${left_out[@]+"${left_out[@]}"}; do
+  for entry in ${skipped[@]+"${skipped[@]}"}; do
     ctest --preset "$preset" -N -L "^${entry%%:*}$" > "$results/$preset.${entry%%:*}" 2> /dev/null
     printf '%s\n' "${entry#*: }" >> "$results/$preset.${entry%%:*}"
   done
