@@ -18,10 +18,6 @@ function(pagoda_test NAME)
   # Tests are compiled more often than run, and most of that is GoogleTest's headers: one
   # translation unit a binary. Names in anonymous namespaces differ between files of a binary.
   target_compile_options(${NAME} PRIVATE -O1 -g1)
-  if(PAGODA_SANITIZE MATCHES undefined)
-    # The code under test is checked; in GoogleTest's templates it takes minutes and finds nothing.
-    target_compile_options(${NAME} PRIVATE -fno-sanitize=undefined)
-  endif()
   set_target_properties(${NAME} PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 0)
   set_target_properties(${NAME} PROPERTIES
     RUNTIME_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/bin/tests)
