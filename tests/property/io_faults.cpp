@@ -243,7 +243,7 @@ TEST_P(IoFaults, AtRandomNothingIsSilent) {
     plan_->clear();
   }
   EXPECT_GT(struck, 12U);
-  EXPECT_GT(plan_->injected(FaultKind::Short), 12U);
+  EXPECT_GT(plan_->injected(FaultKind::Short), kSeeds);
 }
 
 std::vector<SpaceKind> checked_space_kinds() {
