@@ -242,7 +242,7 @@ TEST_P(IoFaults, AtRandomNothingIsSilent) {
     struck += errors;
     plan_->clear();
   }
-  EXPECT_GT(struck, 12U);
+  EXPECT_GT(struck, kSeeds);
   EXPECT_GT(plan_->injected(FaultKind::Short), kSeeds);
 }
 
