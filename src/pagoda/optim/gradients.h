@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "pagoda/base/thread_pool.h"
+#include "pagoda/optim/trained_page.h"
+#include "pagoda/pager/tiers.h"
+
+namespace pagoda::optim {
+
+/// Adds up gradients where they live: over ranks in rank order in fp32, over micro-batches in the
+/// accumulator's type ("Reduction" in docs/notes/numerics.md). One thread at a time.
+class Gradients {
+ public:
+  struct Options {
+    /// The sum over ranks is multiplied by it: 1 for a sum, 1 ÷ ranks for a mean.
+    float scale = 1;
+    /// Keep the sums of squares of what has been added up: for clipping and for overflow.
+    bool squares = false;
+    /// Host buffer for accumulators that are not in memory.
+    Bytes staging = 4_MiB;
+  };
+
+  Gradients(pager::Tiers& tiers, ThreadPool& pool, Options options);
+
+  /// Adds elements [begin, begin + count) of `page`: `ranks` has each rank's gradient of them in
+  /// the page's type, or null for none. `present` tells, for each parameter of the page, whether
+  /// any rank has a gradient. `begin` is a multiple of 4096 from page.reduced.begin on.
+  void add(TrainedPage& page, std::uint64_t begin, std::uint64_t count,
+           std::span<const std::byte* const> ranks, const std::vector<bool>& present);
+  /// All of a micro-batch's elements have been added.
+  void added(TrainedPage& page, const std::vector<bool>& present);
+  /// The step is over: accumulators start anew.
+  static void clear(TrainedPage& page) noexcept;
+
+  /// Reads elements of page.gradient_range as fp32; zeros where there is no gradient.
+  void read(const TrainedPage& page, std::uint64_t begin, std::span<float> to);
+  /// The same as stored, for other ranks.
+  Bytes bytes_moved_to_nvme() const noexcept { return to_nvme_; }
+
+ private:
+  void add_piece(TrainedPage& page, std::uint64_t begin, std::uint64_t count,
+                 std::span<const std::byte* const> ranks, const std::vector<bool>& present,
+                 std::byte* accumulator);
+
+  pager::Tiers& tiers_;
+  ThreadPool& pool_;
+  const Options options_;
+  pager::HostBlock staging_;
+  Bytes to_nvme_ = 0;
+};
+
+}  // namespace pagoda::optim

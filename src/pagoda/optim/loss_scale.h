@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+
+namespace pagoda::optim {
+
+/// What the loss is multiplied by so that fp16 gradients neither vanish nor overflow. A value; the
+/// owner guards it.
+class LossScale {
+ public:
+  struct Options {
+    double initial = 1;
+    /// False: it stays as it is, and steps with infinite gradients are skipped all the same.
+    bool dynamic = false;
+    double growth = 2;
+    double backoff = 0.5;
+    double smallest = 1;
+    /// Good steps in a row before it grows.
+    std::uint64_t window = 2000;
+  };
+
+  LossScale() = default;
+  explicit LossScale(const Options& options) : options_(options), scale_(options.initial) {}
+
+  double scale() const noexcept { return scale_; }
+  std::uint64_t skipped() const noexcept { return skipped_; }
+
+  /// A step is over: its gradients were finite, or it is skipped.
+  void step(bool finite) noexcept {
+    if (!finite) {
+      ++skipped_;
+      good_ = 0;
+      if (options_.dynamic && scale_ * options_.backoff >= options_.smallest) {
+        scale_ *= options_.backoff;
+      }
+      return;
+    }
+    if (++good_ < options_.window || !options_.dynamic) return;
+    good_ = 0;
+    scale_ *= options_.growth;
+  }
+
+ private:
+  Options options_;
+  double scale_ = 1;
+  std::uint64_t good_ = 0;
+  std::uint64_t skipped_ = 0;
+};
+
+}  // namespace pagoda::optim

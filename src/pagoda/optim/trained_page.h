@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "pagoda/kernels/element.h"
+#include "pagoda/pager/home.h"
+#include "pagoda/pager/page.h"
+#include "pagoda/pager/slicing.h"
+
+namespace pagoda::optim {
+
+/// A run of consecutive elements of a page that belong to one parameter.
+struct Segment {
+  pager::Range range;             // in the page
+  std::uint32_t parameter = 0;    // which of the page's parameters
+  std::uint64_t first_index = 0;  // of the run within the parameter, in the order of the storage
+};
+
+/// One parameter that is trained: all of a page, nearly always, or one of several views of it.
+struct TrainedParameter {
+  std::uint32_t index = 0;  // in the model: seeds its rounding
+  std::uint32_t group = 0;
+  std::uint64_t updates = 0;  // steps it has taken: the updater's
+  bool used = false;          // has a gradient in this step: the engine's, between steps
+  bool filled = false;        // its accumulator has a gradient: the gradients' thread
+};
+
+/// A page with gradient and optimizer state. Made when a model is attached; who may change what is
+/// said beside each field.
+struct TrainedPage {
+  pager::Page* page = nullptr;
+  std::uint32_t number = 0;  // position in the engine's list: the order of norms
+  kernels::Dtype dtype = kernels::Dtype::F32;
+  kernels::Dtype gradient_dtype = kernels::Dtype::F32;
+  std::vector<Segment> segments;  // in ascending order
+  std::vector<TrainedParameter> parameters;
+  /// Elements whose gradient sum arrives at this rank, and whose state it keeps and updates.
+  pager::Range reduced;
+  pager::Range updated;
+  /// Accumulated gradient of gradient_range, in gradient_dtype.
+  pager::Home gradient;
+  pager::Range gradient_range;
+  /// Master and moments of `updated`, as StateLayout says. Blank before the first update.
+  pager::Home state;
+  bool state_blank = true;  // the updater's
+  /// Sums of squares of each block of `reduced`, when norms are kept: the gradients' thread.
+  std::vector<double> squares;
+
+  std::uint64_t elements() const noexcept { return page->elements; }
+  Bytes gradient_bytes() const noexcept {
+    return gradient_range.size() * kernels::element_size(gradient_dtype);
+  }
+};
+
+}  // namespace pagoda::optim

@@ -1,0 +1,501 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "pagoda/optim/updater.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "pagoda/base/error.h"
+#include "pagoda/base/log.h"
+#include "pagoda/base/trace.h"
+#include "pagoda/kernels/cast.h"
+#include "pagoda/kernels/master_split.h"
+
+namespace pagoda::optim {
+namespace {
+
+using kernels::Bf16;
+using kernels::ConstElements;
+using kernels::Dtype;
+using kernels::Elements;
+using pager::Tier;
+
+/// Different parameters round with different noise.
+std::uint64_t rounding_seed(std::uint64_t seed, std::uint32_t parameter) {
+  std::uint64_t x = seed + 0x9E3779B97F4A7C15U * (std::uint64_t{parameter} + 1);
+  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9U;
+  x = (x ^ (x >> 27)) * 0x94D049BB133111EBU;
+  return x ^ (x >> 31);
+}
+
+}  // namespace
+
+/// A trained page as the updater knows it.
+struct Updater::Record {
+  TrainedPage* page;
+  StateLayout layout;
+  std::uint64_t done = 0;                   // updates this rank's part has seen; guarded by mutex_
+  std::uint64_t target = 0;                 // …must see; guarded by mutex_
+  std::uint64_t chunks_left = 0;            // the thread's
+  std::shared_ptr<const StepScalars> step;  // of the update under way
+};
+
+/// Bytes of one home that a chunk reads or writes: in place, or through the slot's buffer.
+struct Updater::Array {
+  const pager::Home* home = nullptr;
+  Bytes offset = 0;
+  Bytes bytes = 0;
+  std::byte* memory = nullptr;
+  bool through_buffer = false;
+};
+
+struct Updater::Slot {
+  pager::HostBlock buffer;
+  Record* record = nullptr;
+  std::uint64_t chunk = 0;
+  Array state;
+  Array gradient;
+  Array parameter;
+  std::vector<io::Transfer> transfers;
+};
+
+Updater::Updater(pager::Pager& pager, ThreadPool& pool, Options options)
+    : pager_(pager), pool_(pool), options_(options) {
+  PAGODA_REQUIRE_EQ(options_.chunk % pager::Slicing::kBlock, 0U,
+                    "update_chunk must be a multiple of {} elements", pager::Slicing::kBlock);
+  PAGODA_REQUIRE_GE(options_.buffers, 2U, "update_buffers must be at least 2");
+  // The largest chunk: fp32 or 16-bit parameter with whole master, moments, fp32 gradient.
+  const Bytes bytes = options_.chunk * (4 + 4 + 4 + 4 + 4) + 4 * StateLayout::kAlignment;
+  for (unsigned i = 0; i < options_.buffers; ++i) {
+    slots_.push_back(std::make_unique<Slot>());
+    slots_.back()->buffer =
+        pager_.tiers().host().allocate(bytes, pager::tag::kStaging, "update buffer");
+    free_.push_back(slots_.back().get());
+  }
+  thread_ = std::jthread([this] {
+    trace::name_thread("update");
+    run();
+  });
+}
+
+Updater::~Updater() {
+  {
+    const std::lock_guard lock(mutex_);
+    stopping_ = true;
+    changed_.notify_all();
+  }
+  thread_.join();
+}
+
+void Updater::set_callbacks(Starting starting, Finished finished) {
+  const std::lock_guard lock(mutex_);
+  starting_ = std::move(starting);
+  finished_ = std::move(finished);
+}
+
+StateLayout Updater::layout(const TrainedPage& page, const Optimizer& optimizer) const {
+  StateLayout out;
+  out.momentum = has_momentum(optimizer);
+  out.variance = has_variance(optimizer);
+  out.moments = options_.moments;
+  out.chunk = options_.chunk;
+  out.master = page.dtype == Dtype::F32                    ? StateLayout::Master::Parameter
+               : page.dtype == Dtype::BF16 && out.variance ? options_.master16
+                                                           : StateLayout::Master::Whole;
+  return out;
+}
+
+void Updater::add(TrainedPage& page, const Optimizer& optimizer) {
+  auto record = std::make_unique<Record>();
+  record->page = &page;
+  record->layout = layout(page, optimizer);
+  const std::lock_guard lock(mutex_);
+  record->done = record->target = page.page->version;
+  records_[page.page] = std::move(record);
+}
+
+void Updater::remove(TrainedPage& page) {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [&] { return owed_ == 0 || error_ != nullptr; });
+  records_.erase(page.page);
+}
+
+void Updater::start(std::span<TrainedPage* const> order, StepScalars scalars) {
+  const std::lock_guard lock(mutex_);
+  scalars_ = std::make_shared<const StepScalars>(std::move(scalars));
+  for (TrainedPage* page : order) {
+    Record& record = *records_.at(page->page);
+    PAGODA_CHECK_EQ(record.done, record.target, "a page owes two updates at once (page {})",
+                    page->page->name);
+    ++record.target;
+    record.step = scalars_;
+    queue_.push_back(&record);
+    ++owed_;
+  }
+  changed_.notify_all();
+}
+
+void Updater::settle(pager::Page& page) {
+  std::unique_lock lock(mutex_);
+  const auto found = records_.find(&page);
+  PAGODA_CHECK(found != records_.end(), "page {} owes an update and has no state", page.name);
+  Record& record = *found->second;
+  const auto queued = std::find(queue_.begin(), queue_.end(), &record);
+  if (queued != queue_.end() && queued != queue_.begin()) {
+    queue_.erase(queued);
+    queue_.push_front(&record);
+  }
+  const std::uint64_t target = record.target;
+  changed_.wait(lock, [&] { return record.done >= target || error_ != nullptr; });
+  if (error_ != nullptr) std::rethrow_exception(error_);
+  lock.unlock();
+  // This rank's part is done; where other ranks' are missing, the pager learns of them.
+  pager_.await_version(page);
+}
+
+void Updater::settle_part(const pager::Page& page, std::uint64_t version) {
+  std::unique_lock lock(mutex_);
+  const auto found = records_.find(&page);
+  if (found == records_.end()) return;  // not trained: always up to date
+  changed_.wait(lock,
+                [&] { return found->second->done >= version || error_ != nullptr || stopping_; });
+  if (error_ != nullptr) std::rethrow_exception(error_);
+  PAGODA_CHECK_GE(found->second->done, version, "the updater stops");
+}
+
+std::uint64_t Updater::part_version(const pager::Page& page) const {
+  const std::lock_guard lock(mutex_);
+  const auto found = records_.find(&page);
+  return found == records_.end() ? 0 : found->second->done;
+}
+
+void Updater::await_part(const pager::Page& page) {
+  std::unique_lock lock(mutex_);
+  const Record& record = *records_.at(&page);
+  changed_.wait(lock,
+                [&] { return record.done == record.target || error_ != nullptr || stopping_; });
+  if (error_ != nullptr) std::rethrow_exception(error_);
+}
+
+void Updater::settle_all() {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [&] { return owed_ == 0 || error_ != nullptr; });
+  if (error_ != nullptr) std::rethrow_exception(error_);
+}
+
+void Updater::fail(std::exception_ptr error) noexcept {
+  const std::lock_guard lock(mutex_);
+  if (error_ == nullptr) error_ = std::move(error);
+  changed_.notify_all();
+}
+
+UpdaterStats Updater::stats() const {
+  const std::lock_guard lock(mutex_);
+  return stats_;
+}
+
+void Updater::run() {
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    changed_.wait(lock, [&] {
+      return stopping_ || (error_ == nullptr && !queue_.empty()) || current_ != nullptr ||
+             !reading_.empty() || !writing_.empty();
+    });
+    if (stopping_ || error_ != nullptr) {
+      // Buffers are the disk's until their transfers are over.
+      lock.unlock();
+      for (auto& slot : slots_) {
+        for (io::Transfer& transfer : slot->transfers) {
+          try {
+            transfer.wait();
+          } catch (...) {  // the first error is already known
+          }
+        }
+        slot->transfers.clear();
+      }
+      lock.lock();
+      if (stopping_) return;
+      changed_.wait(lock, [&] { return stopping_; });
+      return;
+    }
+    try {
+      fill_slots(lock);
+      lock.unlock();
+      if (!reading_.empty()) {
+        Slot& slot = *reading_.front();
+        compute(slot);
+        reading_.pop_front();
+        writing_.push_back(&slot);
+      }
+      while (!writing_.empty() &&
+             (reading_.empty() || free_.empty() ||
+              std::all_of(writing_.front()->transfers.begin(), writing_.front()->transfers.end(),
+                          [](const io::Transfer& t) { return t.done(); }))) {
+        Slot& slot = *writing_.front();
+        finish(slot);
+        writing_.pop_front();
+        free_.push_back(&slot);
+      }
+      lock.lock();
+    } catch (...) {
+      if (!lock.owns_lock()) lock.lock();
+      const bool first = error_ == nullptr;
+      if (first) error_ = std::current_exception();
+      changed_.notify_all();
+      if (first && options_.on_failure) {
+        const std::exception_ptr error = error_;
+        lock.unlock();
+        options_.on_failure(error);
+        lock.lock();
+      }
+    }
+  }
+}
+
+/// Gives free slots the next chunks and starts their reads.
+bool Updater::fill_slots(std::unique_lock<std::mutex>& lock) {
+  bool any = false;
+  while (!free_.empty()) {
+    if (current_ == nullptr) {
+      if (queue_.empty()) break;
+      current_ = queue_.front();
+      queue_.pop_front();
+      next_chunk_ = 0;
+      current_->chunks_left = current_->layout.chunks(current_->page->updated.size());
+      const Starting starting = starting_;
+      lock.unlock();
+      if (starting) starting(*current_->page);
+      if (current_->chunks_left == 0) {  // nothing of it is this rank's
+        page_done(*current_);
+        current_ = nullptr;
+      }
+      lock.lock();
+      continue;
+    }
+    Slot& slot = *free_.front();
+    slot.record = current_;
+    slot.chunk = next_chunk_++;
+    if (next_chunk_ == current_->layout.chunks(current_->page->updated.size())) current_ = nullptr;
+    lock.unlock();
+    begin(slot);
+    free_.pop_front();
+    reading_.push_back(&slot);
+    lock.lock();
+    any = true;
+  }
+  return any;
+}
+
+void Updater::begin(Slot& slot) {
+  const Record& record = *slot.record;
+  const TrainedPage& page = *record.page;
+  const StateLayout& layout = record.layout;
+  const std::uint64_t count = layout.count(page.updated.size(), slot.chunk);
+  const std::uint64_t first = page.updated.begin + slot.chunk * layout.chunk;
+  pager::Tiers& tiers = pager_.tiers();
+
+  std::byte* buffer = slot.buffer.data();
+  const auto place = [&](const pager::Home& home, Bytes offset, Bytes bytes) {
+    Array array{&home, offset, bytes, nullptr, false};
+    if (home.tier() == Tier::Host || (home.tier() == Tier::Device && tiers.device_is_host())) {
+      array.memory = const_cast<std::byte*>(home.data()) + offset;
+    } else {
+      array.through_buffer = true;
+      array.memory = buffer;
+      buffer += align_up(bytes, StateLayout::kAlignment);
+    }
+    return array;
+  };
+  const auto read = [&](Array& array) {
+    if (!array.through_buffer || array.bytes == 0) return;
+    if (array.home->tier() == Tier::Nvme) {
+      slot.transfers.push_back(
+          tiers.swap()->read(array.home->extent(), array.offset, {array.memory, array.bytes}));
+      const std::lock_guard lock(mutex_);
+      stats_.nvme_read += array.bytes;
+    } else {
+      tiers.read(*array.home, array.offset, {array.memory, array.bytes});
+    }
+  };
+  slot.state = place(page.state, layout.begin(slot.chunk), layout.offsets(count).end);
+  const Bytes grad_size = kernels::element_size(page.gradient_dtype);
+  slot.gradient =
+      place(page.gradient, (first - page.gradient_range.begin) * grad_size, count * grad_size);
+  const Bytes size = page.page->element_size;
+  slot.parameter =
+      place(page.page->home, (first - page.page->home_range.begin) * size, count * size);
+  if (!page.state_blank) read(slot.state);
+  read(slot.gradient);
+  // The parameter is read where it is part of the master, or where it is not written in full.
+  const bool reads_parameter = layout.master != StateLayout::Master::Whole || page.state_blank ||
+                               page.segments.size() != 1 || page.parameters.size() != 1 ||
+                               page.segments[0].range.size() != page.elements();
+  if (reads_parameter) read(slot.parameter);
+}
+
+void Updater::compute(Slot& slot) {
+  Record& record = *slot.record;
+  TrainedPage& page = *record.page;
+  const StateLayout& layout = record.layout;
+  const std::uint64_t count = layout.count(page.updated.size(), slot.chunk);
+  const std::uint64_t first = page.updated.begin + slot.chunk * layout.chunk;
+  const StateLayout::Offsets at = layout.offsets(count);
+  const Stopwatch waiting;
+  for (io::Transfer& transfer : slot.transfers) transfer.wait();
+  slot.transfers.clear();
+  const Nanos waited = waiting.elapsed_ns();
+
+  PAGODA_TRACE("optim", "update", {"page", page.page->name}, {"elements", count});
+  const Stopwatch working;
+  std::byte* state = slot.state.memory;
+  const Elements momentum{layout.moments, layout.momentum ? state + at.momentum : nullptr};
+  const Elements variance{layout.moments, layout.variance ? state + at.variance : nullptr};
+  if (page.state_blank) {
+    std::memset(state, 0, at.end);
+    if (layout.master == StateLayout::Master::Whole) {
+      kernels::cast({page.dtype, slot.parameter.memory}, reinterpret_cast<float*>(state), count,
+                    pool_);
+    }
+  }
+  for (const Segment& segment : page.segments) {
+    const std::uint64_t from = std::max(first, segment.range.begin);
+    const std::uint64_t to = std::min(first + count, segment.range.end);
+    const TrainedParameter& parameter = page.parameters[segment.parameter];
+    if (from >= to || !parameter.used) continue;
+    const std::size_t skip = from - first;
+    kernels::OptimizerSlice slice;
+    slice.first_index = segment.first_index + (from - segment.range.begin);
+    slice.count = to - from;
+    slice.grad = ConstElements{page.gradient_dtype, slot.gradient.memory}.from(skip);
+    const Elements values = Elements{page.dtype, slot.parameter.memory}.from(skip);
+    switch (layout.master) {
+      case StateLayout::Master::Parameter:
+        slice.master = static_cast<float*>(values.data);
+        break;
+      case StateLayout::Master::Whole:
+        slice.master = reinterpret_cast<float*>(state) + skip;
+        slice.param = values;
+        break;
+      case StateLayout::Master::Split:
+        slice.rest = reinterpret_cast<std::int16_t*>(state) + skip;
+        slice.param = values;
+        break;
+    }
+    slice.momentum = momentum.from(skip);
+    slice.variance = variance.from(skip);
+    const kernels::Step step{parameter.updates + 1, record.step->grad_scale,
+                             rounding_seed(options_.seed, parameter.index)};
+    apply(record.step->optimizers[parameter.group], step, slice, pool_);
+  }
+  const Nanos busy = working.elapsed_ns();
+
+  Bytes written = 0;
+  pager::Tiers& tiers = pager_.tiers();
+  for (Array* array : {&slot.state, &slot.parameter}) {
+    if (!array->through_buffer || array->bytes == 0) continue;
+    if (array->home->tier() == Tier::Nvme) {
+      slot.transfers.push_back(
+          tiers.swap()->write(array->home->extent(), array->offset, {array->memory, array->bytes}));
+      written += array->bytes;
+    } else {
+      tiers.write(*array->home, array->offset, {array->memory, array->bytes});
+    }
+  }
+  const std::lock_guard lock(mutex_);
+  stats_.waited_io += waited;
+  stats_.busy += busy;
+  stats_.elements += count;
+  stats_.nvme_written += written;
+}
+
+void Updater::finish(Slot& slot) {
+  const Stopwatch waiting;
+  for (io::Transfer& transfer : slot.transfers) transfer.wait();
+  slot.transfers.clear();
+  Record& record = *slot.record;
+  slot.record = nullptr;
+  {
+    const std::lock_guard lock(mutex_);
+    stats_.waited_io += waiting.elapsed_ns();
+  }
+  if (--record.chunks_left == 0) page_done(record);
+}
+
+void Updater::page_done(Record& record) {
+  TrainedPage& page = *record.page;
+  page.state_blank = false;
+  for (TrainedParameter& parameter : page.parameters) {
+    if (parameter.used) ++parameter.updates;
+    parameter.used = false;
+  }
+  std::uint64_t version = 0;
+  Finished finished;
+  {
+    const std::lock_guard lock(mutex_);
+    version = ++record.done;
+    finished = finished_;
+    ++stats_.pages;
+    changed_.notify_all();
+  }
+  if (!finished || finished(page, version)) pager_.updated(*page.page, version);
+  const std::lock_guard lock(mutex_);
+  --owed_;
+  changed_.notify_all();
+}
+
+pager::Range Updater::kept(const pager::Page& page, pager::Range slice) {
+  const std::lock_guard lock(mutex_);
+  const auto found = records_.find(&page);
+  return found == records_.end() ? slice : found->second->page->updated;
+}
+
+void Updater::overwritten(pager::Page& page, std::uint64_t begin, std::uint64_t count,
+                          const std::byte* before, const std::byte* after) {
+  Record* record = nullptr;
+  {
+    const std::lock_guard lock(mutex_);
+    const auto found = records_.find(&page);
+    if (found == records_.end()) return;
+    record = found->second.get();
+  }
+  TrainedPage& trained = *record->page;
+  const StateLayout& layout = record->layout;
+  if (trained.state_blank || layout.master == StateLayout::Master::Parameter) return;
+  PAGODA_CHECK_EQ(page.element_size, 2U);
+  const auto* was = reinterpret_cast<const std::uint16_t*>(before);
+  const auto* is = reinterpret_cast<const std::uint16_t*>(after);
+  // Masters follow only where the 16-bit value changed: a write-back of the same bits loses
+  // nothing.
+  pager::Tiers& tiers = pager_.tiers();
+  std::vector<std::byte> chunk;
+  for (std::uint64_t done = 0; done < count;) {
+    const std::uint64_t at = begin + done - trained.updated.begin;
+    const std::uint64_t index = at / layout.chunk;
+    const std::uint64_t skip = at % layout.chunk;
+    const std::uint64_t in_chunk = layout.count(trained.updated.size(), index);
+    const std::uint64_t piece = std::min(count - done, in_chunk - skip);
+    if (std::memcmp(was + done, is + done, piece * 2) != 0) {
+      const StateLayout::Offsets offsets = layout.offsets(in_chunk);
+      chunk.resize(offsets.end);
+      tiers.read(trained.state, layout.begin(index), chunk);
+      for (std::uint64_t i = 0; i < piece; ++i) {
+        if (was[done + i] == is[done + i]) continue;
+        const std::uint16_t bits = is[done + i];
+        if (layout.master == StateLayout::Master::Whole) {
+          kernels::cast(ConstElements{trained.dtype, &bits},
+                        reinterpret_cast<float*>(chunk.data()) + skip + i, 1);
+        } else {
+          reinterpret_cast<std::int16_t*>(chunk.data())[skip + i] = 0;
+          // The tie's bit is the sign of the second moment: a rest of zero is no tie.
+          std::byte* sign = chunk.data() + offsets.variance +
+                            (skip + i + 1) * kernels::element_size(layout.moments) - 1;
+          *sign &= std::byte{0x7F};
+        }
+      }
+      tiers.write(trained.state, layout.begin(index), chunk);
+    }
+    done += piece;
+  }
+}
+
+}  // namespace pagoda::optim

@@ -1,0 +1,135 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "pagoda/base/thread_pool.h"
+#include "pagoda/optim/optimizer.h"
+#include "pagoda/optim/state_layout.h"
+#include "pagoda/optim/trained_page.h"
+#include "pagoda/pager/foresight.h"
+#include "pagoda/pager/pager.h"
+
+namespace pagoda::optim {
+
+/// What a step has fixed for every page that it updates.
+struct StepScalars {
+  double grad_scale = 1;              // inverse loss scale × clipping factor
+  std::vector<Optimizer> optimizers;  // by group
+};
+
+struct UpdaterStats {
+  std::uint64_t pages = 0;
+  std::uint64_t elements = 0;
+  Nanos busy = 0;          // in the kernels
+  Nanos waited_io = 0;     // for state to arrive or to leave
+  Bytes nvme_read = 0;     // state, gradients and parameters for updates
+  Bytes nvme_written = 0;  // …
+};
+
+/// Makes the updates that pages owe, in the order it is given, on a thread of its own.
+///
+/// State that is not in memory streams through a fixed set of buffers: while one chunk is updated,
+/// the next are read and the last are written (docs/notes/lazy-updates.md). All members may be
+/// called from any thread.
+class Updater final : public pager::Debts {
+ public:
+  struct Options {
+    StateLayout::Master master16 = StateLayout::Master::Whole;  // for 16-bit parameters
+    kernels::Dtype moments = kernels::Dtype::F32;
+    std::uint64_t chunk = 1U << 20;  // elements
+    unsigned buffers = 4;            // chunks on their way
+    std::uint64_t seed = 0;          // of stochastic rounding
+    /// Told of the first error, on the thread that met it.
+    std::function<void(std::exception_ptr)> on_failure;
+  };
+  /// Called on the updater's thread when this rank's part of a page is done. True: the page is up
+  /// to date; false: the callee says so to the pager later (other ranks' parts are missing).
+  using Finished = std::function<bool(TrainedPage&, std::uint64_t version)>;
+  /// Called on the updater's thread before a page's update.
+  using Starting = std::function<void(TrainedPage&)>;
+
+  Updater(pager::Pager& pager, ThreadPool& pool, Options options);
+  Updater(const Updater&) = delete;
+  Updater& operator=(const Updater&) = delete;
+  /// Drops updates that have not begun.
+  ~Updater() override;
+
+  void set_callbacks(Starting starting, Finished finished);
+
+  /// The layout of a page's state under `optimizer`.
+  StateLayout layout(const TrainedPage& page, const Optimizer& optimizer) const;
+  /// Knows the page from now on. Its state is blank.
+  void add(TrainedPage& page, const Optimizer& optimizer);
+  void remove(TrainedPage& page);
+
+  /// The pages, which the pager knows to owe an update, are updated in this order.
+  void start(std::span<TrainedPage* const> order, StepScalars scalars);
+
+  void settle(pager::Page& page) override;
+  pager::Range kept(const pager::Page& page, pager::Range slice) override;
+  void overwritten(pager::Page& page, std::uint64_t begin, std::uint64_t count,
+                   const std::byte* before, const std::byte* after) override;
+  /// Returns when this rank's part of the page has seen `version` updates.
+  void settle_part(const pager::Page& page, std::uint64_t version);
+  /// How many it has seen now.
+  std::uint64_t part_version(const pager::Page& page) const;
+  /// Returns when this rank's part of the page has seen every update started so far: its gradient
+  /// has been used up.
+  void await_part(const pager::Page& page);
+  /// Returns when nothing is owed any more. Throws what went wrong.
+  void settle_all();
+
+  /// Everything owed fails with `error` from now on, and waiters are told.
+  void fail(std::exception_ptr error) noexcept;
+  UpdaterStats stats() const;
+
+ private:
+  struct Record;
+  struct Slot;
+  struct Array;
+
+  void run();
+  bool fill_slots(std::unique_lock<std::mutex>& lock);
+  void begin(Slot& slot);
+  void compute(Slot& slot);
+  void finish(Slot& slot);
+  void page_done(Record& record);
+  bool wait_update(std::unique_lock<std::mutex>& lock, const Record& record, std::uint64_t version);
+
+  pager::Pager& pager_;
+  ThreadPool& pool_;
+  const Options options_;
+  Starting starting_;
+  Finished finished_;
+
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  std::unordered_map<const pager::Page*, std::unique_ptr<Record>> records_;  // guarded by mutex_
+  std::deque<Record*> queue_;                                                // guarded by mutex_
+  std::shared_ptr<const StepScalars> scalars_;                               // guarded by mutex_
+  std::size_t owed_ = 0;      // pages queued or under way; guarded by mutex_
+  std::exception_ptr error_;  // guarded by mutex_
+  bool stopping_ = false;     // guarded by mutex_
+  UpdaterStats stats_;        // guarded by mutex_
+
+  // The rest belongs to the thread.
+  std::vector<std::unique_ptr<Slot>> slots_;
+  std::deque<Slot*> free_;
+  std::deque<Slot*> reading_;  // oldest first
+  std::deque<Slot*> writing_;
+  Record* current_ = nullptr;
+  std::uint64_t next_chunk_ = 0;
+  std::jthread thread_;
+};
+
+}  // namespace pagoda::optim

@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <span>
+
+#include "pagoda/base/bytes.h"
+#include "pagoda/base/clock.h"
+#include "pagoda/pager/page.h"
+
+namespace pagoda::pager {
+
+/// What the pager tells of itself when it asks what to fetch or evict.
+struct Occupancy {
+  std::span<Page* const> pages;  // by id; null where a page has gone
+  Bytes free = 0;                // of the arena, in one piece
+  Bytes in_flight = 0;           // being fetched
+};
+
+/// Knows what will be touched next, from what was touched before. The pager asks under its lock; a
+/// foresight neither blocks nor calls back. `prefetch/` has the real one; without any, nothing is
+/// fetched ahead and the least recently used page goes.
+class Foresight {
+ public:
+  virtual ~Foresight() = default;
+  /// A page was touched. `mode` tells apart what else looks alike (training, evaluation, backward).
+  virtual void touched(PageId page, std::uint8_t mode, Nanos now) = 0;
+  virtual void forget(PageId page) = 0;
+  /// A fetch of `bytes` took `seconds`.
+  virtual void fetched(Bytes bytes, double seconds) = 0;
+  /// The absent page to start fetching now, or kNoPage.
+  virtual PageId next_fetch(const Occupancy& occupancy) = 0;
+  /// Which of the evictable pages goes to make room for `for_page`, which is to be fetched ahead
+  /// (kNoPage: an operator waits). kNoPage: none, for all that could go are needed sooner.
+  virtual PageId victim(const Occupancy& occupancy, PageId for_page, bool may_be_dirty) = 0;
+};
+
+/// Updates that pages owe. `optim/` has the real one. Any thread may call it, without the pager's
+/// lock.
+class Debts {
+ public:
+  virtual ~Debts() = default;
+  /// Returns when `page`'s home has seen `page.wanted` updates; brings it to the front of the
+  /// queue.
+  virtual void settle(Page& page) = 0;
+  /// The elements of `page` whose master this rank keeps; `slice` where it does not know better.
+  virtual Range kept(const Page& page, Range slice) = 0;
+  /// User code has written elements [begin, begin + count) of a page that owes nothing: what home
+  /// had, and what it gets. Masters follow.
+  virtual void overwritten(Page& page, std::uint64_t begin, std::uint64_t count,
+                           const std::byte* before, const std::byte* after) = 0;
+};
+
+/// The other ranks' slices, read one-sidedly. Any fetch thread may call it.
+class RemoteSlices {
+ public:
+  struct Piece {
+    int rank = 0;
+    Bytes begin = 0;  // in the page
+    std::span<std::byte> to;
+  };
+  virtual ~RemoteSlices() = default;
+  /// Fills every piece with `page`'s bytes as of `version`. Throws what the other rank did.
+  virtual void pull(PageId page, std::uint64_t version, std::span<const Piece> pieces) = 0;
+};
+
+}  // namespace pagoda::pager

@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "pagoda/pager/host_memory.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace pagoda::pager {
+namespace {
+
+constexpr Bytes kPage = 4096;
+// From here on huge pages pay.
+constexpr Bytes kHuge = 4_MiB;
+
+AlignedBuffer plain_buffer(Bytes bytes) {
+  return AlignedBuffer(bytes, bytes < kPage ? 64 : kPage,
+                       bytes < kHuge ? AlignedBuffer::Pages::Default : AlignedBuffer::Pages::Huge);
+}
+
+}  // namespace
+
+HostMemory::HostMemory(std::shared_ptr<device::Device> device, Budget& budget, Bytes slab)
+    : device_(std::move(device)), budget_(budget), slab_bytes_(slab) {}
+
+HostBlock HostMemory::allocate(Bytes bytes, std::string_view tag, std::string_view name) {
+  HostBlock out;
+  if (device_->kind() != device::DeviceKind::Cuda) {
+    out.reservation_ = budget_.reserve(bytes, tag);
+    if (bytes > 0) out.buffer_ = plain_buffer(bytes);
+    return out;
+  }
+  const std::lock_guard lock(mutex_);
+  for (Slab& slab : slabs_) {
+    if (slab.tag != tag) continue;
+    if (auto block = slab.arena->try_allocate(bytes, name)) {
+      out.block_ = std::move(*block);
+      return out;
+    }
+  }
+  const Bytes wanted = align_up(bytes, kPage);
+  // Near the end of the budget a slab is only as large as what is asked for.
+  auto reservation = budget_.try_reserve(std::max(wanted, slab_bytes_), tag);
+  if (!reservation) reservation = budget_.reserve(wanted, tag);
+  slabs_.push_back({std::string(tag), std::make_unique<device::PinnedArena>(
+                                          device_, std::move(*reservation),
+                                          device::ArenaOptions{.name = fmt::format("host {}", tag),
+                                                               .alignment = kPage})});
+  out.block_ = slabs_.back().arena->allocate(bytes, name);
+  return out;
+}
+
+bool HostMemory::fits(Bytes bytes, std::string_view tag) const {
+  if (bytes <= budget_.available()) return true;
+  const std::lock_guard lock(mutex_);
+  return std::any_of(slabs_.begin(), slabs_.end(), [&](const Slab& slab) {
+    return slab.tag == tag && slab.arena->stats().largest_free >= bytes;
+  });
+}
+
+}  // namespace pagoda::pager

@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <exception>
+#include <string>
+
+#include "pagoda/base/clock.h"
+#include "pagoda/device/block.h"
+#include "pagoda/device/stream.h"
+#include "pagoda/pager/home.h"
+#include "pagoda/pager/slicing.h"
+
+namespace pagoda::pager {
+
+using PageId = std::uint32_t;
+inline constexpr PageId kNoPage = ~PageId{0};
+
+/// Whether the whole page is on the device. What each state costs there is in brackets.
+enum class Residency : std::uint8_t {
+  Absent,    ///< its storage throws on access [nothing]
+  Fetching,  ///< being brought in by a fetch thread [the page]
+  Resident,  ///< complete once `ready` has passed [the page]
+  Leaving,   ///< being written back to its home [the page, until that is over]
+};
+
+/// The other side of a page: whoever must learn where its bytes are now (torch's storages). Called
+/// under the pager's lock, from the thread that touches or evicts; must not call the pager.
+class Binding {
+ public:
+  virtual ~Binding() = default;
+  /// The page is at `data` until unbind().
+  virtual void bind(std::byte* data) noexcept = 0;
+  /// The page is absent: an access shall throw `why`.
+  virtual void unbind(const std::string& why) noexcept = 0;
+};
+
+/// The storage of one parameter, or of several that are views of it. A record: the Pager guards all
+/// that is not const, with its lock.
+struct Page {
+  Page(PageId page_id, std::string page_name, std::uint64_t count, Bytes size)
+      : id(page_id), name(std::move(page_name)), elements(count), element_size(size) {}
+
+  const PageId id;
+  std::string name;  // renamed once the model's own name for it is known
+  const std::uint64_t elements;
+  const Bytes element_size;
+  Binding* binding = nullptr;
+
+  /// The bytes when the page is not on the device: all of it, or this rank's slice.
+  Home home;
+  Range home_range;
+  /// The whole page as this rank's user code has written it, while `home` still has the slice that
+  /// other ranks may read; until the ranks next agree (Pager::publish()).
+  Home own_copy;
+  /// Home and resident copy are one: the page lives on the device and never leaves.
+  bool fixed = false;
+  /// Updates that home has seen, and that it must have seen before anybody may look.
+  std::uint64_t version = 0;
+  std::uint64_t wanted = 0;
+  /// Home has never been written: a page that was born and not yet initialised.
+  bool blank = true;
+
+  Residency residency = Residency::Absent;
+  device::Block block;
+  std::uint64_t resident_version = 0;
+  device::Mark ready;
+  bool bound = false;
+  bool dirty = false;         // written by user code since it came, or since the last write-back
+  std::uint32_t pins = 0;     // operators in flight, and holds
+  std::uint32_t holds = 0;    // of these, the user's
+  std::uint32_t readers = 0;  // of home, outside the pager
+  bool prefetched = false;    // came by prefetch and was not used yet
+  std::exception_ptr fetch_error;
+  std::uint64_t last_touch = 0;  // position in the sequence of touches
+  bool dead = false;             // its storage is gone
+
+  Bytes bytes() const noexcept { return elements * element_size; }
+  bool whole_home() const noexcept { return home_range.size() == elements; }
+  bool owes() const noexcept { return version < wanted; }
+};
+
+}  // namespace pagoda::pager

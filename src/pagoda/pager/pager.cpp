@@ -1,0 +1,506 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "pagoda/pager/pager.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "pagoda/base/error.h"
+#include "pagoda/base/log.h"
+#include "pagoda/base/trace.h"
+
+namespace pagoda::pager {
+namespace {
+
+// Pins that operators of this thread hold, of every pager: waiting for those would never end.
+thread_local std::vector<const Page*> pins_of_this_thread;
+
+std::uint32_t pinned_here(const Page& page) {
+  return static_cast<std::uint32_t>(
+      std::count(pins_of_this_thread.begin(), pins_of_this_thread.end(), &page));
+}
+
+bool among(const Page& page, std::span<const Access> accesses) {
+  return std::any_of(accesses.begin(), accesses.end(),
+                     [&](const Access& access) { return access.page == &page; });
+}
+
+bool evictable(const Page& page, bool may_be_dirty) {
+  return page.residency == Residency::Resident && page.pins == 0 && !page.fixed &&
+         (may_be_dirty || !page.dirty);
+}
+
+}  // namespace
+
+Pager::Pager(Tiers& tiers, Options options)
+    : tiers_(tiers),
+      options_(std::move(options)),
+      lanes_(options_.fetch_threads),
+      room_stream_(tiers.device()->make_stream({.name = "room"})),
+      write_stream_(tiers.device()->make_stream({.name = "pages out"})),
+      fetchers_(options_.fetch_threads, "fetch") {
+  unsigned number = 0;
+  for (Lane& lane : lanes_) {
+    lane.stream = tiers_.device()->make_stream({.name = fmt::format("pages in {}", number++)});
+    lane.staging = tiers_.host().allocate(options_.staging, tag::kStaging, "fetch staging");
+  }
+  write_staging_ = tiers_.host().allocate(options_.staging, tag::kStaging, "write-back staging");
+}
+
+Pager::~Pager() {
+  fetchers_.stop(ThreadPool::Stop::Cancel);
+  const Lock lock(mutex_);
+  for (const auto& page : pages_) {
+    if (page != nullptr && page->bound) unbind(*page, lock);
+  }
+}
+
+void Pager::set_foresight(Foresight* foresight) {
+  const Lock lock(mutex_);
+  foresight_ = foresight;
+}
+
+void Pager::set_debts(Debts* debts) {
+  const Lock lock(mutex_);
+  debts_ = debts;
+}
+
+void Pager::set_remote(RemoteSlices* remote) {
+  const Lock lock(mutex_);
+  remote_ = remote;
+}
+
+Page& Pager::adopt(std::string name, std::uint64_t elements, Bytes element_size,
+                   Placement placement, Binding* binding, const std::byte* bytes,
+                   device::Direction from) {
+  Page* page = nullptr;
+  {
+    Lock lock(mutex_);
+    bury(lock);
+    const auto id = static_cast<PageId>(pages_.size());
+    pages_.push_back(std::make_unique<Page>(id, std::move(name), elements, element_size));
+    page = pages_.back().get();
+    by_id_.push_back(page);
+  }
+  try {
+    page->home =
+        tiers_.allocate(page->bytes(), placement == Placement::Device ? Placement::Auto : placement,
+                        tag::kParameters, page->name);
+    page->home_range = {0, elements};
+    if (bytes != nullptr && page->bytes() > 0) {
+      if (from == device::Direction::DeviceToHost) {
+        const std::lock_guard writing(write_mutex_);
+        store(*page, bytes);
+      } else {
+        tiers_.write(page->home, 0, {bytes, page->bytes()});
+      }
+      page->blank = false;
+    }
+  } catch (...) {
+    drop(*page);
+    throw;
+  }
+  const Lock lock(mutex_);
+  page->binding = binding;
+  unbind(*page, lock);
+  return *page;
+}
+
+void Pager::storage_died(Page& page) noexcept {
+  const std::lock_guard lock(graveyard_mutex_);
+  graveyard_.push_back(&page);
+  any_dead_.store(true, std::memory_order_release);
+}
+
+void Pager::drop(Page& page) {
+  Lock lock(mutex_);
+  changed_.wait(lock, [&] {
+    return page.residency != Residency::Fetching && page.residency != Residency::Leaving &&
+           page.readers == 0;
+  });
+  page.binding = nullptr;
+  if (foresight_ != nullptr) foresight_->forget(page.id);
+  by_id_[page.id] = nullptr;
+  pages_[page.id].reset();
+}
+
+void Pager::bury(const Lock& /*lock*/) {
+  if (!any_dead_.load(std::memory_order_acquire)) return;
+  const std::lock_guard graves(graveyard_mutex_);
+  std::erase_if(graveyard_, [&](Page* page) {
+    page->dead = true;
+    page->binding = nullptr;
+    page->bound = false;
+    const bool busy = page->residency == Residency::Fetching ||
+                      page->residency == Residency::Leaving || page->readers > 0 ||
+                      page->pins > 0 || page->owes();
+    if (busy) return false;
+    log::debug("pager", "page dropped with its storage", {{"page", page->name}});
+    if (foresight_ != nullptr) foresight_->forget(page->id);
+    by_id_[page->id] = nullptr;
+    pages_[page->id].reset();
+    return true;
+  });
+  any_dead_.store(!graveyard_.empty(), std::memory_order_release);
+}
+
+void Pager::touch(std::span<const Access> accesses, std::uint8_t mode, device::Stream* consumer) {
+  Lock lock(mutex_);
+  bury(lock);
+  for (;;) {
+    if (!refused_.empty()) throw EngineError(refused_);
+    const auto owing = std::find_if(accesses.begin(), accesses.end(),
+                                    [](const Access& access) { return access.page->owes(); });
+    if (owing != accesses.end()) {
+      PAGODA_CHECK(debts_ != nullptr, "a page owes an update that nobody makes (page {})",
+                   owing->page->name);
+      PAGODA_TRACE("pager", "wait for update", {"page", owing->page->name});
+      Debts* debts = debts_;
+      lock.unlock();
+      const Stopwatch watch;
+      debts->settle(*owing->page);
+      lock.lock();
+      stats_.update_stall += watch.elapsed_ns();
+      continue;
+    }
+    for (const Access& access : accesses) ++access.page->pins;
+    try {
+      if (!start_absent(accesses, lock)) {  // no room until another thread is done with its pages
+        unpin_all(accesses, lock);
+        ++starved_;
+        changed_.wait(lock);
+        --starved_;
+        continue;
+      }
+      bool again = false;
+      for (const Access& access : accesses) {
+        await(*access.page, lock);
+        again = again || access.page->residency != Residency::Resident || access.page->owes();
+      }
+      if (again) {
+        unpin_all(accesses, lock);
+        continue;
+      }
+    } catch (...) {
+      if (!lock.owns_lock()) lock.lock();
+      unpin_all(accesses, lock);
+      throw;
+    }
+    break;
+  }
+  for (const Access& access : accesses) {
+    use(*access.page, access.write, mode, consumer, lock);
+    pins_of_this_thread.push_back(access.page);
+  }
+  pump(lock);
+  if (consumer != nullptr || tiers_.device()->kind() == device::DeviceKind::Host) return;
+  // The operator runs on this thread: it must wait for copies still under way.
+  lock.unlock();
+  for (const Access& access : accesses) {
+    if (access.page->ready.event == nullptr || access.page->ready.event->done()) continue;
+    const Stopwatch watch;
+    try {
+      PAGODA_TRACE("pager", "wait for copy", {"page", access.page->name});
+      access.page->ready.event->wait();
+    } catch (...) {
+      const Lock relock(mutex_);
+      unpin_all(accesses, relock);
+      for (const Access& held : accesses) {
+        std::erase(pins_of_this_thread, held.page);
+        if (held.page->pins == 0) drop_copy(*held.page, relock);
+      }
+      throw;
+    }
+    const Lock relock(mutex_);
+    stats_.late_stall += watch.elapsed_ns();
+  }
+}
+
+/// Takes room for every absent page and starts its fetch; false when room will only be there once
+/// other threads let go.
+bool Pager::start_absent(std::span<const Access> accesses, Lock& lock) {
+  for (const Access& access : accesses) {
+    Page& page = *access.page;
+    if (page.residency == Residency::Resident && page.resident_version != page.wanted &&
+        !page.fixed) {
+      drop_copy(page, lock);
+    }
+    if (page.residency != Residency::Absent) continue;
+    page.fetch_error = nullptr;
+    if (!take_block(page, accesses, lock)) return false;
+    if (page.residency != Residency::Absent || !page.block) continue;  // all were laid out afresh
+    ++stats_.faults;
+    start_fetch(page, Priority::Urgent, lock);
+  }
+  return true;
+}
+
+bool Pager::try_take_block(Page& page, const Lock& /*lock*/) {
+  auto block = tiers_.arena().try_allocate(page.bytes(), *room_stream_, page.name);
+  if (!block) return false;
+  page.block = std::move(*block);
+  page.ready = room_stream_->mark();
+  return true;
+}
+
+bool Pager::take_block(Page& page, std::span<const Access> accesses, Lock& lock) {
+  for (;;) {
+    if (page.residency != Residency::Absent) return true;  // changed while a victim was written
+    if (try_take_block(page, lock)) return true;
+    Page* goes = victim(kNoPage, true, lock);
+    if (goes == nullptr) break;
+    if (goes->dirty) {
+      write_back(*goes, lock);
+      continue;
+    }
+    drop_copy(*goes, lock);
+  }
+  if (others_will_free(accesses, lock)) return false;
+  take_blocks_afresh(accesses, lock);
+  return true;
+}
+
+/// Whether waiting makes sense: pages on their way in or out, or pinned by operators elsewhere.
+bool Pager::others_will_free(std::span<const Access> accesses, const Lock& /*lock*/) const {
+  return std::any_of(by_id_.begin(), by_id_.end(), [&](const Page* page) {
+    if (page == nullptr) return false;
+    const bool ours = among(*page, accesses);
+    if (page->residency == Residency::Leaving) return true;
+    if (page->residency == Residency::Fetching) return !ours;
+    return page->pins > page->holds + pinned_here(*page) + (ours ? 1 : 0);
+  });
+}
+
+/// The arena holds nothing but this operator's own pages, and yet one does not fit: crumbs. All go
+/// out and come in again, largest first, without gaps.
+void Pager::take_blocks_afresh(std::span<const Access> accesses, Lock& lock) {
+  std::vector<Page*> absent;
+  for (const Access& access : accesses) {
+    Page& page = *access.page;
+    // Those of this operator that are on their way must arrive before they can move.
+    changed_.wait(lock, [&] {
+      return page.residency != Residency::Fetching && page.residency != Residency::Leaving;
+    });
+    if (page.residency == Residency::Resident && page.pins == 1 && !page.fixed) {
+      if (page.dirty) write_back(page, lock);
+      drop_copy(page, lock);
+    }
+    if (page.residency == Residency::Absent) absent.push_back(&page);
+  }
+  std::sort(absent.begin(), absent.end(),
+            [](const Page* a, const Page* b) { return a->bytes() > b->bytes(); });
+  for (Page* page : absent) {
+    if (!try_take_block(*page, lock)) {
+      for (Page* taken : absent) taken->block = {};
+      too_large(accesses);
+    }
+  }
+  for (Page* page : absent) {
+    ++stats_.faults;
+    start_fetch(*page, Priority::Urgent, lock);
+  }
+}
+
+void Pager::too_large(std::span<const Access> accesses) const {
+  std::string list;
+  Bytes sum = 0;
+  for (const Access& access : accesses) {
+    sum += access.page->bytes();
+    list += fmt::format("{}{} ({})", list.empty() ? "" : ", ", access.page->name,
+                        format_bytes(access.page->bytes()));
+  }
+  const device::ArenaStats arena = tiers_.arena().stats();
+  throw OperatorTooLarge(fmt::format(
+      "an operator needs {} of pages at once and the device budget has {} for pages, {} of it held "
+      "by pinned ones: {}; raise device_budget",
+      format_bytes(sum), format_bytes(arena.capacity), format_bytes(arena.used), list));
+}
+
+/// Waits until the page is neither on its way in nor out; throws what kept it from coming in.
+void Pager::await(Page& page, Lock& lock) {
+  if (page.residency != Residency::Resident) {
+    PAGODA_TRACE("pager", "wait for page", {"page", page.name}, {"bytes", page.bytes()});
+    const bool late = page.prefetched;
+    const Stopwatch watch;
+    changed_.wait(lock, [&] {
+      return page.residency != Residency::Fetching && page.residency != Residency::Leaving;
+    });
+    (late ? stats_.late_stall : stats_.fault_stall) += watch.elapsed_ns();
+    if (late) {
+      ++stats_.late_prefetches;
+      page.prefetched = false;
+    }
+  }
+  if (page.fetch_error != nullptr) std::rethrow_exception(std::exchange(page.fetch_error, nullptr));
+}
+
+void Pager::use(Page& page, bool write, std::uint8_t mode, device::Stream* consumer,
+                const Lock& /*lock*/) {
+  ++stats_.touches;
+  page.last_touch = ++sequence_;
+  if (page.prefetched) {
+    ++stats_.prefetch_hits;
+    page.prefetched = false;
+  }
+  if (foresight_ != nullptr) foresight_->touched(page.id, mode, now_ns());
+  if (consumer != nullptr) {
+    if (page.ready.event != nullptr && page.ready.stream != consumer->id()) {
+      consumer->wait(*page.ready.event);
+    }
+    (page.fixed ? page.home.block() : page.block).touch(*consumer);
+  }
+  if (!page.bound && page.binding != nullptr) {
+    page.binding->bind((page.fixed ? page.home.block() : page.block).data());
+    page.bound = true;
+  }
+  if (write) {
+    page.dirty = true;
+    page.blank = false;
+  }
+}
+
+void Pager::unpin(std::span<const Access> accesses, device::Stream* /*consumer*/) noexcept {
+  const Lock lock(mutex_);
+  for (const Access& access : accesses) {
+    const auto pin =
+        std::find(pins_of_this_thread.rbegin(), pins_of_this_thread.rend(), access.page);
+    if (pin != pins_of_this_thread.rend()) pins_of_this_thread.erase(std::next(pin).base());
+  }
+  unpin_all(accesses, lock);
+}
+
+void Pager::unpin_all(std::span<const Access> accesses, const Lock& /*lock*/) noexcept {
+  for (const Access& access : accesses) --access.page->pins;
+  if (starved_ > 0) changed_.notify_all();
+}
+
+void Pager::hold(Page& page, device::Stream* consumer) {
+  const Access access{&page, false};
+  touch({&access, 1}, 0, consumer);
+  const Lock lock(mutex_);
+  ++page.holds;
+  std::erase(pins_of_this_thread, &page);
+}
+
+void Pager::release_hold(Page& page) noexcept {
+  const Lock lock(mutex_);
+  --page.holds;
+  --page.pins;
+  if (starved_ > 0) changed_.notify_all();
+}
+
+Occupancy Pager::occupancy(const Lock& /*lock*/) {
+  return {by_id_, tiers_.arena().stats().largest_free, fetching_};
+}
+
+Page* Pager::victim(PageId for_page, bool may_be_dirty, const Lock& lock) {
+  if (foresight_ != nullptr) {
+    const PageId id = foresight_->victim(occupancy(lock), for_page, may_be_dirty);
+    return id == kNoPage ? nullptr : by_id_[id];
+  }
+  Page* oldest = nullptr;
+  for (Page* page : by_id_) {
+    if (page == nullptr || !evictable(*page, may_be_dirty)) continue;
+    if (oldest == nullptr || page->last_touch < oldest->last_touch) oldest = page;
+  }
+  return oldest;
+}
+
+/// Starts what the foresight wants fetched ahead, as far as room can be made.
+void Pager::pump(const Lock& lock) {
+  if (foresight_ == nullptr || starved_ > 0 || !refused_.empty()) return;
+  while (fetching_ < 2 * options_.fetch_threads) {
+    const PageId id = foresight_->next_fetch(occupancy(lock));
+    if (id == kNoPage) return;
+    Page& page = *by_id_[id];
+    if (page.residency != Residency::Absent || page.owes() || page.blank) return;
+    while (!try_take_block(page, lock)) {
+      Page* goes = victim(id, false, lock);
+      if (goes == nullptr) return;
+      drop_copy(*goes, lock);
+    }
+    page.prefetched = true;
+    ++stats_.prefetches;
+    start_fetch(page, Priority::Normal, lock);
+  }
+}
+
+void Pager::owe(std::span<Page* const> pages) {
+  Lock lock(mutex_);
+  for (Page* page : pages) ++page->wanted;
+  for (Page* page : pages) {
+    changed_.wait(lock, [&] {
+      return page->residency != Residency::Fetching && page->residency != Residency::Leaving &&
+             page->readers == 0;
+    });
+    page->fetch_error = nullptr;
+    if (page->fixed || page->residency != Residency::Resident) continue;
+    PAGODA_CHECK_EQ(page->pins, page->holds,
+                    "an operator still runs on a page that is updated (page {})", page->name);
+    if (page->holds == 0) drop_copy(*page, lock);
+  }
+}
+
+void Pager::updated(Page& page, std::uint64_t version) {
+  const Lock lock(mutex_);
+  page.version = version;
+  page.blank = false;
+  if (page.fixed) page.resident_version = version;
+  changed_.notify_all();
+  pump(lock);
+}
+
+void Pager::await_version(const Page& page) {
+  Lock lock(mutex_);
+  changed_.wait(lock, [&] { return !page.owes() || !refused_.empty(); });
+  if (page.owes()) throw EngineError(refused_);
+}
+
+void Pager::add_reader(Page& page) {
+  const Lock lock(mutex_);
+  ++page.readers;
+}
+
+void Pager::remove_reader(Page& page) noexcept {
+  const Lock lock(mutex_);
+  if (--page.readers == 0) changed_.notify_all();
+}
+
+void Pager::refuse(std::string why) noexcept {
+  const Lock lock(mutex_);
+  if (refused_.empty()) refused_ = std::move(why);
+  changed_.notify_all();
+}
+
+PagerStats Pager::stats() const {
+  const Lock lock(mutex_);
+  return stats_;
+}
+
+std::vector<Page*> Pager::pages() const {
+  const Lock lock(mutex_);
+  return by_id_;
+}
+
+/// Forgets the resident copy; home has the bytes, or nobody wants these any more.
+void Pager::drop_copy(Page& page, const Lock& lock) {
+  if (page.residency != Residency::Resident || page.fixed) return;
+  unbind(page, lock);
+  page.block = {};
+  page.ready = {};
+  page.residency = Residency::Absent;
+  page.dirty = false;
+  ++stats_.evictions;
+  if (page.prefetched) ++stats_.wasted_prefetches;
+  page.prefetched = false;
+}
+
+void Pager::unbind(Page& page, const Lock& /*lock*/) {
+  page.bound = false;
+  if (page.binding == nullptr) return;
+  page.binding->unbind(
+      fmt::format("page '{}' is not on the device: nothing announced that it would be read; {}",
+                  page.name, options_.pin_advice));
+}
+
+}  // namespace pagoda::pager

@@ -1,0 +1,189 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "pagoda/base/thread_pool.h"
+#include "pagoda/device/stream.h"
+#include "pagoda/pager/foresight.h"
+#include "pagoda/pager/page.h"
+#include "pagoda/pager/pager_stats.h"
+#include "pagoda/pager/tiers.h"
+
+namespace pagoda::pager {
+
+/// A page and what an operator does with it.
+struct Access {
+  Page* page = nullptr;
+  bool write = false;
+};
+
+/// An operator's pages do not fit into the device budget together. The message names them.
+class OperatorTooLarge : public UserError {
+ public:
+  using UserError::UserError;
+};
+
+/// The pages of one rank: which are on the device, and how they come and go.
+///
+/// touch() brings an operator's pages in and pins them; unpin() lets them go again. In between,
+/// fetch threads bring what the foresight expects and evict what it can spare. docs/notes/paging.md
+/// tells the states and the order of things. All members may be called from any thread; one lock
+/// guards every page, and nothing waits for bytes while holding it.
+class Pager {
+ public:
+  struct Options {
+    unsigned fetch_threads = 4;
+    /// Host bytes each fetch thread may use on the way from disk or from other ranks.
+    Bytes staging = 4_MiB;
+    int rank = 0;
+    Slicing slicing;
+    /// For messages: what the user writes to keep a page where raw pointers can see it.
+    std::string pin_advice = "pin it (engine.pin)";
+  };
+
+  Pager(Tiers& tiers, Options options);
+  Pager(const Pager&) = delete;
+  Pager& operator=(const Pager&) = delete;
+  /// Waits for fetches under way. Pages still bound are unbound.
+  ~Pager();
+
+  /// Keeps a page resident and bound until release_pin(): for code that reads raw pointers.
+  void hold(Page& page, device::Stream* consumer);
+  void release_hold(Page& page) noexcept;
+
+  /// What comes later than the pager: who knows the future, the debts, the other ranks. Set before
+  /// the first touch that needs them; null for none.
+  void set_foresight(Foresight* foresight);
+  void set_debts(Debts* debts);
+  void set_remote(RemoteSlices* remote);
+
+  /// A new page whose contents are at `bytes` in host-readable or device memory (null: blank), to
+  /// be kept at `placement`. It is absent afterwards: its home has the contents.
+  Page& adopt(std::string name, std::uint64_t elements, Bytes element_size, Placement placement,
+              Binding* binding, const std::byte* bytes, device::Direction from);
+  /// Forgets a page whose storage is gone. Its bytes are given back at the next call that may wait.
+  void storage_died(Page& page) noexcept;
+  /// Forgets a page; nobody touches it any more.
+  void drop(Page& page);
+
+  /// Brings every page in and pins it: until unpin() it stays where it is. With a `consumer` its
+  /// stream waits for the bytes, otherwise this thread does. Throws what prevents it; nothing is
+  /// pinned then.
+  void touch(std::span<const Access> accesses, std::uint8_t mode, device::Stream* consumer);
+  /// `consumer`: as in touch(); the pages may be evicted once its work so far is over.
+  void unpin(std::span<const Access> accesses, device::Stream* consumer) noexcept;
+
+  /// From now on these pages owe one more update: nobody sees them before updated(). Returns when
+  /// nobody reads their homes any more. Not while an operator runs on them.
+  void owe(std::span<Page* const> pages);
+  /// `page.home` has seen all updates up to `version`.
+  void updated(Page& page, std::uint64_t version);
+
+  /// Returns when home has seen every update that it owes; throws once touches are refused.
+  void await_version(const Page& page);
+
+  /// Writes a dirty page's bytes to its home; the page stays. Waits.
+  void write_back(Page& page);
+  /// Writes back all that is dirty.
+  void write_back_all();
+  /// Takes the page off the device; false if somebody has it pinned. Waits for a write-back.
+  bool evict(Page& page);
+  /// What user code has written to a sliced page becomes what other ranks see. True if there was
+  /// something. The ranks are between two steps.
+  bool publish(Page& page);
+  /// Keeps the slice of this rank, or all of it, as the page's home.
+  void set_home_range(Page& page, Range range, Placement placement);
+  /// Makes the resident copy the home: the page stays on the device for good.
+  void fix(Page& page);
+
+  /// From now on every touch throws `why`, with the page's storage.
+  void refuse(std::string why) noexcept;
+
+  const Slicing& slicing() const noexcept { return options_.slicing; }
+  Range slice_of(const Page& page) const noexcept {
+    return options_.slicing.of(page.elements, options_.rank);
+  }
+  Tiers& tiers() noexcept { return tiers_; }
+  PagerStats stats() const;
+  /// Pages alive, by id; null where one has gone.
+  std::vector<Page*> pages() const;
+  /// The lock that guards pages, for those who must look at several fields at once.
+  std::unique_lock<std::mutex> lock() const { return std::unique_lock(mutex_); }
+
+  /// Counts who reads a home from outside the pager; an update waits for them.
+  void add_reader(Page& page);
+  void remove_reader(Page& page) noexcept;
+
+ private:
+  using Lock = std::unique_lock<std::mutex>;
+
+  /// What one fetch thread works with.
+  struct Lane {
+    std::shared_ptr<device::Stream> stream;
+    HostBlock staging;
+    bool busy = false;
+  };
+
+  Occupancy occupancy(const Lock& lock);
+  Page* victim(PageId for_page, bool may_be_dirty, const Lock& lock);
+  bool try_take_block(Page& page, const Lock& lock);
+  bool take_block(Page& page, std::span<const Access> accesses, Lock& lock);
+  bool others_will_free(std::span<const Access> accesses, const Lock& lock) const;
+  void take_blocks_afresh(std::span<const Access> accesses, Lock& lock);
+  bool start_absent(std::span<const Access> accesses, Lock& lock);
+  void await(Page& page, Lock& lock);
+  void use(Page& page, bool write, std::uint8_t mode, device::Stream* consumer, const Lock& lock);
+  void start_fetch(Page& page, Priority priority, const Lock& lock);
+  void fetch(Page& page);
+  Lane& take_lane();
+  void fill(const Page& page, std::byte* to, std::uint64_t version, Lane& lane);
+  void fill_from(const Page& page, const Home& home, Range range, std::byte* to, Lane& lane);
+  void fill_from_others(const Page& page, std::byte* to, std::uint64_t version, Lane& lane);
+  void drop_copy(Page& page, const Lock& lock);
+  void write_back(Page& page, Lock& lock);
+  void store(Page& page, const std::byte* from);
+  void tell_overwritten(Page& page, Range slice, Range written, const std::byte* after);
+  void pump(const Lock& lock);
+  void bury(const Lock& lock);
+  void unbind(Page& page, const Lock& lock);
+  void unpin_all(std::span<const Access> accesses, const Lock& lock) noexcept;
+  [[noreturn]] void too_large(std::span<const Access> accesses) const;
+
+  Tiers& tiers_;
+  const Options options_;
+  Foresight* foresight_ = nullptr;
+  Debts* debts_ = nullptr;
+  RemoteSlices* remote_ = nullptr;
+
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;           // a page changed state, was unpinned or unread
+  std::vector<std::unique_ptr<Page>> pages_;  // guarded by mutex_
+  std::vector<Page*> by_id_;                  // guarded by mutex_; parallel to pages_
+  std::vector<Lane> lanes_;                   // `busy` guarded by mutex_
+  std::uint64_t sequence_ = 0;                // guarded by mutex_
+  std::uint32_t fetching_ = 0;                // guarded by mutex_
+  std::uint32_t starved_ = 0;                 // guarded by mutex_: touches waiting for room
+  std::string refused_;                       // guarded by mutex_; empty: all is well
+  PagerStats stats_;                          // guarded by mutex_
+  std::atomic<bool> any_dead_{false};
+  std::mutex graveyard_mutex_;    // a leaf: storages die anywhere
+  std::vector<Page*> graveyard_;  // guarded by graveyard_mutex_
+
+  // Blocks are taken for this stream, which has no work: its mark is what a lane waits for before
+  // it overwrites what others may still be reading.
+  std::shared_ptr<device::Stream> room_stream_;
+  std::mutex write_mutex_;  // one write-back at a time: they share a stream and a buffer
+  std::shared_ptr<device::Stream> write_stream_;
+  HostBlock write_staging_;
+  ThreadPool fetchers_;  // last: its threads use all of the above
+};
+
+}  // namespace pagoda::pager

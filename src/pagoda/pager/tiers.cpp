@@ -1,0 +1,133 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "pagoda/pager/tiers.h"
+
+#include <cstring>
+#include <utility>
+
+#include "pagoda/base/error.h"
+
+namespace pagoda::pager {
+namespace {
+
+// Pinned host memory is taken in pieces of this size.
+constexpr Bytes kSlab = 64_MiB;
+
+}  // namespace
+
+Tiers::Tiers(Options options)
+    : options_(std::move(options)),
+      device_budget_("device", options_.device_budget),
+      host_budget_("host", options_.host_budget),
+      nvme_budget_("nvme", options_.swap.directories.empty() ? 0 : options_.swap.capacity),
+      swap_files_("swap files", options_.swap.directories.empty() ? 0 : options_.swap.capacity),
+      gradient_staging_(device_budget_.reserve(options_.gradient_staging, tag::kGradientStaging)),
+      copies_(options_.device->make_stream({.name = "homes"})),
+      host_memory_(options_.device, host_budget_, kSlab) {
+  arena_ = std::make_unique<device::Arena>(
+      options_.device, device_budget_.reserve(device_budget_.available(), tag::kPages),
+      device::ArenaOptions{.name = "pages"});
+  if (!options_.swap.directories.empty()) {
+    swap_ = std::make_unique<io::SwapSpace>(options_.swap, swap_files_);
+    bounce_ = host_budget_.reserve(swap_->stats().bounce_bytes, tag::kStaging);
+  }
+}
+
+Tiers::~Tiers() = default;
+
+Home Tiers::allocate(Bytes bytes, Placement placement, std::string_view tag,
+                     std::string_view name) {
+  if (placement == Placement::Device) return as_home(arena_->allocate(bytes, name));
+  if (placement == Placement::Nvme) return on_nvme(bytes, tag);
+  if (auto home = on_host(bytes, tag, name)) return std::move(*home);
+  if (swap_ != nullptr) return on_nvme(bytes, tag);
+  // Throws, with the holders.
+  (void)host_budget_.reserve(bytes, tag);
+  throw EngineError("host memory was refused, and fits");
+}
+
+Home Tiers::as_home(device::Block block) {
+  Home home;
+  home.size_ = block.size();
+  home.block_ = std::move(block);
+  home.tier_ = Tier::Device;
+  home.exists_ = true;
+  return home;
+}
+
+std::optional<Home> Tiers::on_host(Bytes bytes, std::string_view tag, std::string_view name) {
+  if (!host_memory_.fits(bytes, tag)) return std::nullopt;
+  Home home;
+  try {
+    home.memory_ = host_memory_.allocate(bytes, tag, name);
+  } catch (const BudgetExceeded&) {  // somebody was faster
+    return std::nullopt;
+  }
+  home.tier_ = Tier::Host;
+  home.size_ = bytes;
+  home.exists_ = true;
+  return home;
+}
+
+Home Tiers::on_nvme(Bytes bytes, std::string_view tag) {
+  PAGODA_REQUIRE(swap_ != nullptr, "'nvme' needs a directory to swap in: set nvme (state {})", tag);
+  Home home;
+  home.space_ = nvme_budget_.reserve(bytes, tag);
+  if (bytes > 0) {
+    home.sums_ = host_budget_.reserve(swap_->sum_bytes(bytes), tag::kChecksums);
+    home.extent_ = swap_->allocate(bytes);
+  }
+  home.tier_ = Tier::Nvme;
+  home.size_ = bytes;
+  home.exists_ = true;
+  return home;
+}
+
+void Tiers::read(const Home& home, Bytes offset, std::span<std::byte> to) {
+  PAGODA_CHECK_LE(offset + to.size(), home.size());
+  if (to.empty()) return;
+  switch (home.tier()) {
+    case Tier::Host:
+      std::memcpy(to.data(), home.data() + offset, to.size());
+      return;
+    case Tier::Nvme:
+      swap_->read(home.extent(), offset, to).wait();
+      return;
+    case Tier::Device:
+      copies_->copy_async(to.data(), home.block().on(*copies_) + offset, to.size(),
+                          device::Direction::DeviceToHost, "home");
+      copies_->synchronize();
+      return;
+  }
+}
+
+void Tiers::write(const Home& home, Bytes offset, std::span<const std::byte> from) {
+  PAGODA_CHECK_LE(offset + from.size(), home.size());
+  if (from.empty()) return;
+  switch (home.tier()) {
+    case Tier::Host:
+      std::memcpy(const_cast<std::byte*>(home.data()) + offset, from.data(), from.size());
+      return;
+    case Tier::Nvme:
+      swap_->write(home.extent(), offset, from).wait();
+      return;
+    case Tier::Device:
+      copies_->copy_async(home.block().on(*copies_) + offset, from.data(), from.size(),
+                          device::Direction::HostToDevice, "home");
+      copies_->synchronize();
+      return;
+  }
+}
+
+bool Tiers::device_is_host() const noexcept {
+  return options_.device->kind() != device::DeviceKind::Cuda;
+}
+
+Budget& Tiers::budget(Tier tier) noexcept {
+  return tier == Tier::Device ? device_budget_ : tier == Tier::Host ? host_budget_ : nvme_budget_;
+}
+
+const Budget& Tiers::budget(Tier tier) const noexcept {
+  return tier == Tier::Device ? device_budget_ : tier == Tier::Host ? host_budget_ : nvme_budget_;
+}
+
+}  // namespace pagoda::pager

@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <span>
+#include <string_view>
+
+#include "pagoda/base/budget.h"
+#include "pagoda/device/arena.h"
+#include "pagoda/device/device.h"
+#include "pagoda/io/swap_space.h"
+#include "pagoda/pager/home.h"
+#include "pagoda/pager/host_memory.h"
+#include "pagoda/pager/tier.h"
+
+namespace pagoda::pager {
+
+/// What bytes are for, as budgets and statistics name it.
+namespace tag {
+inline constexpr std::string_view kPages = "pages";            // resident pages, on the device
+inline constexpr std::string_view kParameters = "parameters";  // homes of parameters
+inline constexpr std::string_view kGradients = "gradients";    // homes of gradients
+inline constexpr std::string_view kOptimizer = "optimizer";    // homes of optimizer state
+inline constexpr std::string_view kStaging = "staging";        // buffers on the way
+inline constexpr std::string_view kGradientStaging = "gradient staging";
+inline constexpr std::string_view kChecksums = "checksums";
+}  // namespace tag
+
+/// The memory and disk of one rank: three budgets and what is taken from them.
+///
+/// Everything a rank keeps lies in a Home that this hands out, in the device arena, or in a buffer
+/// reserved here, so the budgets hold for all of it. All members may be called from any thread.
+class Tiers {
+ public:
+  struct Options {
+    std::shared_ptr<device::Device> device;
+    Bytes device_budget = 0;
+    /// Part of device_budget that gradients on their way off the device may take.
+    Bytes gradient_staging = 0;
+    Bytes host_budget = 0;
+    /// Swap space; none without directories. Its capacity is the NVMe budget.
+    io::SwapOptions swap;
+  };
+
+  explicit Tiers(Options options);
+  Tiers(const Tiers&) = delete;
+  Tiers& operator=(const Tiers&) = delete;
+  ~Tiers();
+
+  /// Bytes for `tag`, where `placement` says. BudgetExceeded when they fit nowhere it allows.
+  Home allocate(Bytes bytes, Placement placement, std::string_view tag, std::string_view name);
+
+  /// A home made of a block of the arena.
+  Home as_home(device::Block block);
+
+  /// Moves bytes between a home and host memory; returns when they have arrived. Throws what the
+  /// disk or the device did.
+  void read(const Home& home, Bytes offset, std::span<std::byte> to);
+  void write(const Home& home, Bytes offset, std::span<const std::byte> from);
+
+  /// Whether the host may read and write device memory itself.
+  bool device_is_host() const noexcept;
+  const std::shared_ptr<device::Device>& device() const noexcept { return options_.device; }
+  /// Resident pages.
+  device::Arena& arena() noexcept { return *arena_; }
+  HostMemory& host() noexcept { return host_memory_; }
+  /// Null without swap directories.
+  io::SwapSpace* swap() noexcept { return swap_.get(); }
+  Bytes gradient_staging() const noexcept { return options_.gradient_staging; }
+
+  Budget& budget(Tier tier) noexcept;
+  const Budget& budget(Tier tier) const noexcept;
+
+ private:
+  std::optional<Home> on_host(Bytes bytes, std::string_view tag, std::string_view name);
+  Home on_nvme(Bytes bytes, std::string_view tag);
+
+  Options options_;
+  Budget device_budget_;
+  Budget host_budget_;
+  Budget nvme_budget_;
+  Budget swap_files_;  // what the files themselves claim; nvme_budget_ counts what is in them
+  Reservation gradient_staging_;
+  std::unique_ptr<device::Arena> arena_;
+  std::shared_ptr<device::Stream> copies_;
+  HostMemory host_memory_;
+  std::unique_ptr<io::SwapSpace> swap_;
+  Reservation bounce_;  // host bytes of the swap space's own buffers
+};
+
+}  // namespace pagoda::pager
