@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "pagoda/comm/group.h"
+
+namespace pagoda::comm {
+
+/// The ranks that train together, and where they can leave each other notes.
+///
+/// make_group() is a collective: all ranks call it in the same order, from one thread at a time. The
+/// board may be used from any thread; no call on it waits for a rank to do anything. The world
+/// outlives its groups.
+class World {
+ public:
+  World() = default;
+  World(const World&) = delete;
+  World& operator=(const World&) = delete;
+  virtual ~World() = default;
+
+  virtual int rank() const noexcept = 0;
+  virtual int size() const noexcept = 0;
+
+  /// All ranks, connected anew. `name` is for messages and traces; it is the same on every rank.
+  virtual std::unique_ptr<Group> make_group(std::string name) = 0;
+
+  /// Puts a value on the board, in the place of an earlier one. EngineError if the board is lost.
+  virtual void put(std::string_view key, std::string_view value) = 0;
+  /// What the board has under `key` now.
+  virtual std::optional<std::string> get(std::string_view key) = 0;
+  /// The rank whose process holds the board, and takes it along when it dies; -1 if none does.
+  virtual int board_rank() const noexcept { return -1; }
+};
+
+}  // namespace pagoda::comm

@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <chrono>
+#include <memory>
+#include <string>
+
+#include <c10/util/intrusive_ptr.h>
+
+#include "pagoda/comm/world.h"
+
+namespace c10d {
+class Store;
+}
+
+namespace pagoda::torch {
+
+struct GlooOptions {
+  /// An address or host name of this machine on which the others reach it. Empty: the interfaces
+  /// that GLOO_SOCKET_IFNAME names, else the one the machine's host name leads to.
+  std::string address;
+  /// How long a rank waits for the others to come to a rendezvous: the store's, or a new group's.
+  /// What happens on a group later has no time-out: comm::Watch ends what hangs.
+  std::chrono::milliseconds join_timeout{300'000};
+  /// How long the rank that holds the store waits, when its world ends, for the others' to end: their
+  /// watches would take a store that vanishes for a failure.
+  std::chrono::milliseconds linger{3'000};
+};
+
+/// The world that torchrun (or whoever sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT) started
+/// this process in; alone if none of them is set. Groups are Gloo's, over TCP. A variable that is
+/// missing or makes no sense is a UserError that names it. Every rank makes its worlds in the same
+/// order.
+std::shared_ptr<comm::World> world_from_env(const GlooOptions& options = {});
+
+/// The same over any store that all ranks share and that nothing else writes to; ranks may be
+/// threads of one process.
+std::shared_ptr<comm::World> world_from_store(c10::intrusive_ptr<::c10d::Store> store, int rank,
+                                              int size, const GlooOptions& options = {});
+
+}  // namespace pagoda::torch
