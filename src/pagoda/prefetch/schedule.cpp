@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "pagoda/prefetch/schedule.h"
+
+#include <algorithm>
+#include <limits>
+#include <tuple>
+
+namespace pagoda::prefetch {
+
+std::optional<PageId> Schedule::next_fetch() const {
+  const Bytes free = arena_.free();
+  Bytes room = free + arena_.evictable();  // less what is used before the page looked at
+  Bytes due = 0;                           // bytes that must arrive until then
+  std::optional<PageId> next;
+  for (std::size_t i = 0; i < predictor_.size(); ++i) {
+    const Expected expected = predictor_.ahead(i);
+    const PageId id = expected.touch.page;
+    if (predictor_.next_use(id) != i + 1) continue;  // seen nearer
+    const PageState page = arena_.page(id);
+    if (page.residency == Residency::Resident) {
+      if (!page.pinned) room -= std::min(room, page.bytes);
+      continue;
+    }
+    due += page.bytes;
+    if (page.residency == Residency::Absent) {
+      if (!next && page.bytes <= free) return id;
+      // All that is used until here does not fit at once: what comes later cannot be due now.
+      if (page.bytes > room) return std::nullopt;
+      room -= page.bytes;
+      if (!next) next = id;
+    }
+    // A later page may be what makes the next one urgent: fetches follow each other.
+    const double until = static_cast<double>(expected.in - predictor_.ahead(0).in) * 1e-9;
+    if (next && until <= options_.slack * rate_.seconds(due)) return next;
+  }
+  return std::nullopt;
+}
+
+std::optional<PageId> Schedule::choose_victim(std::span<const PageId> exclude) const {
+  constexpr auto kFar = std::numeric_limits<std::uint64_t>::max();
+  std::optional<PageId> victim;
+  std::tuple<std::uint64_t, std::uint64_t> furthest{0, 0};  // touches until used, touches since
+  for (const PageId id : arena_.resident()) {
+    const std::tuple<std::uint64_t, std::uint64_t> rank{predictor_.next_use(id).value_or(kFar),
+                                                        predictor_.last_use(id).value_or(kFar)};
+    if (victim && rank <= furthest) continue;
+    const PageState page = arena_.page(id);
+    if (page.residency != Residency::Resident || page.pinned) continue;
+    if (std::find(exclude.begin(), exclude.end(), id) != exclude.end()) continue;
+    victim = id;
+    furthest = rank;
+  }
+  return victim;
+}
+
+}  // namespace pagoda::prefetch
