@@ -26,6 +26,8 @@ class Foresight {
   virtual ~Foresight() = default;
   /// A page was touched. `mode` tells apart what else looks alike (training, evaluation, backward).
   virtual void touched(PageId page, std::uint8_t mode, Nanos now) = 0;
+  /// The toucher waited for so long: that is not time that its operators take.
+  virtual void stalled(Nanos wait) = 0;
   virtual void forget(PageId page) = 0;
   /// A fetch of `bytes` took `seconds`.
   virtual void fetched(Bytes bytes, double seconds) = 0;

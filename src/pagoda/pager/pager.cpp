@@ -71,8 +71,7 @@ void Pager::set_remote(RemoteSlices* remote) {
 }
 
 Page& Pager::adopt(std::string name, std::uint64_t elements, Bytes element_size,
-                   Placement placement, Binding* binding, const std::byte* bytes,
-                   device::Direction from) {
+                   Placement placement, const std::byte* bytes, device::Direction from) {
   Page* page = nullptr;
   {
     Lock lock(mutex_);
@@ -100,10 +99,13 @@ Page& Pager::adopt(std::string name, std::uint64_t elements, Bytes element_size,
     drop(*page);
     throw;
   }
-  const Lock lock(mutex_);
-  page->binding = binding;
-  unbind(*page, lock);
   return *page;
+}
+
+void Pager::set_binding(Page& page, Binding* binding) {
+  const Lock lock(mutex_);
+  page.binding = binding;
+  unbind(page, lock);
 }
 
 void Pager::storage_died(Page& page) noexcept {
@@ -161,6 +163,7 @@ void Pager::touch(std::span<const Access> accesses, std::uint8_t mode, device::S
       debts->settle(*owing->page);
       lock.lock();
       stats_.update_stall += watch.elapsed_ns();
+      stalled_ += watch.elapsed_ns();
       continue;
     }
     for (const Access& access : accesses) ++access.page->pins;
@@ -213,6 +216,7 @@ void Pager::touch(std::span<const Access> accesses, std::uint8_t mode, device::S
     }
     const Lock relock(mutex_);
     stats_.late_stall += watch.elapsed_ns();
+    stalled_ += watch.elapsed_ns();
   }
 }
 
@@ -326,6 +330,7 @@ void Pager::await(Page& page, Lock& lock) {
       return page.residency != Residency::Fetching && page.residency != Residency::Leaving;
     });
     (late ? stats_.late_stall : stats_.fault_stall) += watch.elapsed_ns();
+    stalled_ += watch.elapsed_ns();
     if (late) {
       ++stats_.late_prefetches;
       page.prefetched = false;
@@ -342,7 +347,10 @@ void Pager::use(Page& page, bool write, std::uint8_t mode, device::Stream* consu
     ++stats_.prefetch_hits;
     page.prefetched = false;
   }
-  if (foresight_ != nullptr) foresight_->touched(page.id, mode, now_ns());
+  if (foresight_ != nullptr) {
+    foresight_->stalled(std::exchange(stalled_, 0));
+    foresight_->touched(page.id, mode, now_ns());
+  }
   if (consumer != nullptr) {
     if (page.ready.event != nullptr && page.ready.stream != consumer->id()) {
       consumer->wait(*page.ready.event);

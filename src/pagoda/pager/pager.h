@@ -68,7 +68,9 @@ class Pager {
   /// A new page whose contents are at `bytes` in host-readable or device memory (null: blank), to
   /// be kept at `placement`. It is absent afterwards: its home has the contents.
   Page& adopt(std::string name, std::uint64_t elements, Bytes element_size, Placement placement,
-              Binding* binding, const std::byte* bytes, device::Direction from);
+              const std::byte* bytes, device::Direction from);
+  /// Who is told where the page is from now on: at first, that it is absent.
+  void set_binding(Page& page, Binding* binding);
   /// Forgets a page whose storage is gone. Its bytes are given back at the next call that may wait.
   void storage_died(Page& page) noexcept;
   /// Forgets a page; nobody touches it any more.
@@ -170,6 +172,7 @@ class Pager {
   std::vector<Lane> lanes_;                   // `busy` guarded by mutex_
   std::uint64_t sequence_ = 0;                // guarded by mutex_
   std::uint32_t fetching_ = 0;                // guarded by mutex_
+  Nanos stalled_ = 0;                         // guarded by mutex_: since the last touch
   std::uint32_t starved_ = 0;                 // guarded by mutex_: touches waiting for room
   std::string refused_;                       // guarded by mutex_; empty: all is well
   PagerStats stats_;                          // guarded by mutex_

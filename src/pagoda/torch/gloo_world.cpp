@@ -65,7 +65,7 @@ class PendingWorks {
 
  private:
   std::mutex mutex_;
-  bool aborted_ = false;            // guarded by mutex_
+  bool aborted_ = false;           // guarded by mutex_
   std::set<::c10d::Work*> works_;  // guarded by mutex_
 };
 
@@ -108,8 +108,7 @@ class GlooGroup final : public comm::Group {
                     ? ::c10d::ProcessGroupGloo::Options::create_default(options.join_timeout)
                     : ::c10d::ProcessGroupGloo::Options::create(options.join_timeout);
     if (!options.address.empty()) {
-      gloo->devices.push_back(
-          ::c10d::ProcessGroupGloo::createDeviceForHostname(options.address));
+      gloo->devices.push_back(::c10d::ProcessGroupGloo::createDeviceForHostname(options.address));
     }
     gloo->threads = static_cast<int>(gloo->devices.size());  // for Gloo's collectives: not used
     process_group_ = c10::make_intrusive<::c10d::ProcessGroupGloo>(store, rank, size, gloo);
@@ -134,8 +133,8 @@ class GlooGroup final : public comm::Group {
         milliseconds timeout = kForever;
         if (lost.has_value()) {
           const std::chrono::nanoseconds spent(now_ns() - begin);
-          timeout = std::max(milliseconds(1),
-                             kGrace - std::chrono::duration_cast<milliseconds>(spent));
+          timeout =
+              std::max(milliseconds(1), kGrace - std::chrono::duration_cast<milliseconds>(spent));
         }
         if (!one.wait(timeout)) check_alive();
       } catch (const comm::GroupAborted&) {
@@ -225,8 +224,8 @@ class GlooWorld final : public comm::World {
   std::unique_ptr<comm::Group> make_group(std::string name) override {
     const std::string prefix = fmt::format("group/{}/{}", groups_made_++, name);
     try {
-      return std::make_unique<GlooGroup>(
-          c10::make_intrusive<::c10d::PrefixStore>(prefix, store_), rank_, size_, name, options_);
+      return std::make_unique<GlooGroup>(c10::make_intrusive<::c10d::PrefixStore>(prefix, store_),
+                                         rank_, size_, name, options_);
     } catch (const Error&) {
       throw;
     } catch (const std::exception& error) {
@@ -284,9 +283,9 @@ int required_number(const char* name, int least, int most) {
   const std::string text = required_text(name);
   int value = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  PAGODA_REQUIRE(error == std::errc() && end == text.data() + text.size() && value >= least &&
-                     value <= most,
-                 "{} must be a whole number from {} to {}, not '{}'", name, least, most, text);
+  PAGODA_REQUIRE(
+      error == std::errc() && end == text.data() + text.size() && value >= least && value <= most,
+      "{} must be a whole number from {} to {}, not '{}'", name, least, most, text);
   return value;
 }
 

@@ -1,0 +1,20 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <memory>
+
+#include "pagoda/device/device.h"
+#include "pagoda/engine/config.h"
+#include "pagoda/pager/tiers.h"
+
+namespace pagoda::engine {
+
+/// The device that the configuration names; "auto" is a GPU where there is one.
+std::shared_ptr<device::Device> make_device(const Config& config);
+
+/// Budgets and swap space of one of `ranks` ranks, with what the configuration leaves open filled
+/// in.
+pager::Tiers::Options tiers_options(const Config& config,
+                                    const std::shared_ptr<device::Device>& device, int ranks);
+
+}  // namespace pagoda::engine

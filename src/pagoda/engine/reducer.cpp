@@ -1,0 +1,445 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "pagoda/engine/reducer.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "pagoda/base/error.h"
+#include "pagoda/base/trace.h"
+
+namespace pagoda::engine {
+namespace {
+
+using optim::TrainedPage;
+using pager::Range;
+
+constexpr Bytes kAlignment = 64;  // of every part of a message
+
+Bytes flag_bytes(const TrainedPage& page) {
+  return align_up((page.parameters.size() + 7) / 8, kAlignment);
+}
+
+void write_flags(const std::vector<bool>& present, std::byte* to) {
+  for (std::size_t i = 0; i < present.size(); ++i) {
+    if (present[i]) to[i / 8] |= std::byte(1U << (i % 8));
+  }
+}
+
+void read_flags(const std::byte* from, std::vector<bool>& present, bool& any) {
+  for (std::size_t i = 0; i < present.size(); ++i) {
+    if ((from[i / 8] & std::byte(1U << (i % 8))) == std::byte{0}) continue;
+    present[i] = true;
+    any = true;
+  }
+}
+
+}  // namespace
+
+Reducer::Reducer(comm::Group* group, pager::Pager& pager, optim::Gradients& gradients,
+                 optim::Updater& updater, Options options)
+    : group_(group),
+      pager_(pager),
+      gradients_(gradients),
+      updater_(updater),
+      options_(options),
+      ranks_(group == nullptr ? 1 : group->size()),
+      rank_(group == nullptr ? 0 : group->rank()),
+      stream_(pager.tiers().device()->make_stream({.name = "gradients out"})) {
+  thread_ = std::jthread([this] {
+    trace::name_thread("reduce");
+    run();
+  });
+}
+
+Reducer::~Reducer() {
+  {
+    const std::lock_guard lock(mutex_);
+    stopping_ = true;
+    changed_.notify_all();
+  }
+  thread_.join();
+}
+
+void Reducer::set_order(std::vector<TrainedPage*> order) {
+  const Lock lock(mutex_);
+  PAGODA_CHECK(rounds_.empty(), "the order of gradients changes while some are on their way");
+  order_ = std::move(order);
+  plan_buckets(lock);
+}
+
+/// Cuts the round into buckets: whole slices of small pages together, large ones in pieces.
+void Reducer::plan_buckets(const Lock& /*lock*/) {
+  buckets_.clear();
+  Bytes largest = 0;
+  std::vector<Item> bucket;
+  Bytes filled = 0;
+  const auto close = [&] {
+    if (bucket.empty()) return;
+    Bytes sum = 0;
+    for (int rank = 0; rank < ranks_; ++rank) sum += message_bytes(bucket, rank);
+    Bytes in = message_bytes(bucket, rank_) * static_cast<Bytes>(ranks_);
+    largest = std::max({largest, sum, in});
+    buckets_.push_back(std::exchange(bucket, {}));
+    filled = 0;
+  };
+  for (TrainedPage* page : order_) {
+    const std::uint64_t slice = pager_.slicing().of(page->elements(), 0).size();
+    const Bytes size = page->page->element_size;
+    const std::uint64_t most = std::max<std::uint64_t>(
+        pager::Slicing::kBlock, options_.bucket / (size * static_cast<Bytes>(ranks_)) /
+                                    pager::Slicing::kBlock * pager::Slicing::kBlock);
+    std::uint64_t done = 0;
+    do {
+      const std::uint64_t count = std::min(most, slice - done);
+      const Bytes bytes = count * size * static_cast<Bytes>(ranks_);
+      if (filled + bytes > options_.bucket) close();
+      bucket.push_back({page, done, count, done + count == slice});
+      filled += bytes;
+      done += count;
+    } while (done < slice);
+  }
+  close();
+  // One rank alone needs no messages; a GPU's gradients still need a place to arrive at.
+  const bool staged = ranks_ > 1 || !pager_.tiers().device_is_host();
+  if (!staged || largest <= buffer_bytes_) return;
+  outgoing_ = {};
+  incoming_ = {};
+  outgoing_ = pager_.tiers().host().allocate(largest, pager::tag::kStaging, "gradients out");
+  if (ranks_ > 1) {
+    incoming_ = pager_.tiers().host().allocate(largest, pager::tag::kStaging, "gradients in");
+  }
+  buffer_bytes_ = largest;
+}
+
+void Reducer::begin() {
+  const Lock lock(mutex_);
+  if (!rounds_.empty() && !rounds_.back()->over) return;
+  rounds_.push_back(std::make_unique<Round>());
+  rounds_.back()->arrived.resize(order_.size());
+  changed_.notify_all();
+}
+
+void Reducer::push(Contribution contribution) {
+  const std::uint32_t number = contribution.page->number;
+  const Bytes bytes = contribution.page->page->bytes();
+  Lock lock(mutex_);
+  if (error_ != nullptr) std::rethrow_exception(error_);
+  const bool open = !rounds_.empty() && !rounds_.back()->over;
+  if (open && rounds_.back()->arrived[number]) rounds_.back()->over = true;
+  if (!open || rounds_.back()->over) {
+    rounds_.push_back(std::make_unique<Round>());
+    rounds_.back()->arrived.resize(order_.size());
+  }
+  Round& round = *rounds_.back();
+  Arrival arrival{std::move(contribution), {}};
+  bool parked = false;
+  const Stopwatch watch;
+  while (on_device_ > 0 && on_device_ + bytes > options_.device_limit) {
+    if (wants_local_) {
+      // The thread waits for a gradient that comes after this one: waiting for it would be forever.
+      ++stats_.parked;
+      lock.unlock();
+      park(arrival);
+      lock.lock();
+      parked = true;
+      break;
+    }
+    changed_.wait(lock, [&] {
+      return error_ != nullptr || wants_local_ || on_device_ == 0 ||
+             on_device_ + bytes <= options_.device_limit;
+    });
+    if (error_ != nullptr) std::rethrow_exception(error_);
+  }
+  stats_.push_stall += watch.elapsed_ns();
+  if (!parked) on_device_ += bytes;
+  ++stats_.contributions;
+  round.order.push_back(number);
+  round.arrived[number] = std::move(arrival);
+  changed_.notify_all();
+}
+
+/// Moves a contribution to the host, where it waits for its turn.
+void Reducer::park(Arrival& arrival) {
+  pager::Tiers& tiers = pager_.tiers();
+  const TrainedPage& page = *arrival.contribution.page;
+  PAGODA_TRACE("gradients", "park", {"page", page.page->name});
+  arrival.parked = tiers.allocate(page.page->bytes(), pager::Placement::Auto, pager::tag::kStaging,
+                                  page.page->name);
+  if (arrival.contribution.ready.event != nullptr) arrival.contribution.ready.event->wait();
+  if (tiers.device_is_host()) {
+    tiers.write(arrival.parked, 0, {arrival.contribution.data, page.page->bytes()});
+  } else {
+    std::vector<std::byte> bytes(page.page->bytes());
+    const auto stream = tiers.device()->make_stream({.name = "park"});
+    stream->copy_async(bytes.data(), arrival.contribution.data, bytes.size(),
+                       device::Direction::DeviceToHost, page.page->name);
+    stream->synchronize();
+    tiers.write(arrival.parked, 0, bytes);
+  }
+  arrival.contribution.keep.reset();
+  arrival.contribution.data = nullptr;
+}
+
+void Reducer::end() {
+  const Lock lock(mutex_);
+  if (!rounds_.empty()) rounds_.back()->over = true;
+  changed_.notify_all();
+}
+
+void Reducer::finish() {
+  Lock lock(mutex_);
+  if (!rounds_.empty()) rounds_.back()->over = true;
+  finishing_ = true;
+  changed_.notify_all();
+  changed_.wait(lock, [&] { return !finishing_ || error_ != nullptr; });
+  if (error_ != nullptr) std::rethrow_exception(error_);
+}
+
+std::vector<std::uint32_t> Reducer::arrival_order() const {
+  const Lock lock(mutex_);
+  return arrival_order_;
+}
+
+void Reducer::fail(std::exception_ptr error) noexcept {
+  const Lock lock(mutex_);
+  if (error_ == nullptr) error_ = std::move(error);
+  changed_.notify_all();
+}
+
+ReducerStats Reducer::stats() const {
+  const Lock lock(mutex_);
+  return stats_;
+}
+
+void Reducer::run() {
+  Lock lock(mutex_);
+  try {
+    for (;;) {
+      changed_.wait(
+          lock, [&] { return stopping_ || error_ != nullptr || !rounds_.empty() || finishing_; });
+      if (stopping_ || error_ != nullptr) return;
+      if (group_ == nullptr) {
+        run_alone(lock);
+        continue;
+      }
+      // A round begins where any rank has a micro-batch; the step, where none has.
+      Round* round = rounds_.empty() ? nullptr : rounds_.front().get();
+      lock.unlock();
+      std::uint64_t mine = round != nullptr ? 1 : 0;
+      group_->all_reduce_max({&mine, 1});
+      lock.lock();
+      if (mine == 0) {
+        finishing_ = false;
+        changed_.notify_all();
+        continue;
+      }
+      run_round(round, lock);
+      if (round != nullptr) {
+        if (round->order.size() >= arrival_order_.size()) arrival_order_ = round->order;
+        rounds_.pop_front();
+      }
+      ++stats_.rounds;
+    }
+  } catch (...) {
+    if (!lock.owns_lock()) lock.lock();
+    const bool first = error_ == nullptr;
+    if (first) error_ = std::current_exception();
+    for (auto& round : rounds_) {
+      for (auto& arrival : round->arrived) {
+        if (arrival) release(*arrival, lock);
+      }
+    }
+    changed_.notify_all();
+    const std::exception_ptr error = error_;
+    lock.unlock();
+    if (first && options_.on_failure) options_.on_failure(error);
+  }
+}
+
+/// Without other ranks, gradients are added as they come.
+void Reducer::run_alone(Lock& lock) {
+  if (rounds_.empty()) {
+    finishing_ = false;
+    changed_.notify_all();
+    return;
+  }
+  Round& round = *rounds_.front();
+  if (round.taken == round.order.size()) {
+    if (round.over) {
+      if (round.order.size() >= arrival_order_.size()) arrival_order_ = round.order;
+      rounds_.pop_front();
+      ++stats_.rounds;
+      return;
+    }
+    changed_.wait(lock, [&] {
+      return stopping_ || error_ != nullptr || round.over || round.taken < round.order.size();
+    });
+    return;
+  }
+  Arrival& arrival = *round.arrived[round.order[round.taken++]];
+  lock.unlock();
+  TrainedPage& page = *arrival.contribution.page;
+  updater_.await_part(*page.page);
+  const std::byte* direct = in_host_memory(arrival);
+  if (direct != nullptr) {
+    gradients_.add(page, 0, page.elements(), {&direct, 1}, arrival.contribution.present);
+  } else {
+    const Bytes size = page.page->element_size;
+    const std::uint64_t most =
+        buffer_bytes_ / size / pager::Slicing::kBlock * pager::Slicing::kBlock;
+    for (std::uint64_t done = 0; done < page.elements();) {
+      const std::uint64_t count = std::min(most, page.elements() - done);
+      read_contribution(arrival, {done, done + count}, outgoing_.data());
+      stream_->synchronize();
+      const std::byte* staged = outgoing_.data();
+      gradients_.add(page, done, count, {&staged, 1}, arrival.contribution.present);
+      done += count;
+    }
+  }
+  gradients_.added(page, arrival.contribution.present);
+  lock.lock();
+  release(arrival, lock);
+}
+
+void Reducer::run_round(Round* round, Lock& lock) {
+  for (const std::vector<Item>& bucket : buckets_) {
+    if (round != nullptr) {
+      const auto here = [&] {
+        return std::all_of(bucket.begin(), bucket.end(), [&](const Item& item) {
+          return round->arrived[item.page->number].has_value();
+        });
+      };
+      wants_local_ = !round->over && !here();
+      if (wants_local_) changed_.notify_all();
+      changed_.wait(lock, [&] { return stopping_ || error_ != nullptr || round->over || here(); });
+      wants_local_ = false;
+      if (error_ != nullptr) std::rethrow_exception(error_);
+      PAGODA_CHECK(!stopping_, "the engine ends while gradients are on their way");
+    }
+    lock.unlock();
+    exchange(bucket, round);
+    lock.lock();
+    if (round == nullptr) continue;
+    for (const Item& item : bucket) {
+      auto& arrival = round->arrived[item.page->number];
+      if (item.last && arrival) release(*arrival, lock);
+    }
+  }
+}
+
+Range Reducer::part(const Item& item, int rank) const {
+  const Range slice = pager_.slicing().of(item.page->elements(), rank);
+  const std::uint64_t begin = std::min(slice.end, slice.begin + item.begin);
+  return {begin, std::min(slice.end, begin + item.count)};
+}
+
+Bytes Reducer::message_bytes(std::span<const Item> bucket, int rank) const {
+  Bytes sum = 0;
+  for (const Item& item : bucket) {
+    sum += flag_bytes(*item.page) +
+           align_up(part(item, rank).size() * item.page->page->element_size, kAlignment);
+  }
+  return sum;
+}
+
+void Reducer::exchange(std::span<const Item> bucket, Round* round) {
+  PAGODA_TRACE("gradients", "exchange", {"items", bucket.size()});
+  const auto ranks = static_cast<std::size_t>(ranks_);
+  std::vector<std::span<const std::byte>> to(ranks);
+  std::vector<std::span<std::byte>> from(ranks);
+  std::byte* out = outgoing_.data();
+  std::byte* in = incoming_.data();
+  const Bytes own_bytes = message_bytes(bucket, rank_);
+  const std::byte* own = nullptr;
+  Bytes sent = 0;
+  for (std::size_t r = 0; r < ranks; ++r) {
+    const auto rank = static_cast<int>(r);
+    const std::byte* begin = out;
+    for (const Item& item : bucket) {
+      const TrainedPage& page = *item.page;
+      const Range range = part(item, rank);
+      const Bytes bytes = range.size() * page.page->element_size;
+      std::memset(out, 0, flag_bytes(page));
+      std::byte* data = out + flag_bytes(page);
+      const auto* arrival = round == nullptr ? nullptr : &round->arrived[page.number];
+      if (arrival != nullptr && arrival->has_value()) {
+        write_flags((*arrival)->contribution.present, out);
+        read_contribution(**arrival, range, data);
+      } else {
+        std::memset(data, 0, bytes);
+      }
+      out = data + align_up(bytes, kAlignment);
+    }
+    const std::span message(begin, static_cast<std::size_t>(out - begin));
+    if (rank == rank_) {
+      own = begin;
+      continue;  // stays where it is
+    }
+    to[r] = message;
+    sent += message.size();
+    from[r] = {in, own_bytes};
+    in += own_bytes;
+  }
+  stream_->synchronize();
+  group_->all_to_all(to, from);
+
+  std::vector<const std::byte*> messages(ranks);
+  for (std::size_t r = 0; r < ranks; ++r) {
+    messages[r] = static_cast<int>(r) == rank_ ? own : from[r].data();
+  }
+  std::vector<const std::byte*> parts(ranks);
+  Bytes at = 0;
+  for (const Item& item : bucket) {
+    TrainedPage& page = *item.page;
+    const Range range = part(item, rank_);
+    std::vector<bool> present(page.parameters.size());
+    bool any = false;
+    for (std::size_t r = 0; r < ranks; ++r) {
+      bool has = false;
+      read_flags(messages[r] + at, present, has);
+      parts[r] = has ? messages[r] + at + flag_bytes(page) : nullptr;
+      any = any || has;
+    }
+    if (any) {
+      updater_.await_part(*page.page);
+      if (!range.empty()) gradients_.add(page, range.begin, range.size(), parts, present);
+      if (item.last) gradients_.added(page, present);
+    }
+    at += flag_bytes(page) + align_up(range.size() * page.page->element_size, kAlignment);
+  }
+  const Lock lock(mutex_);
+  stats_.exchanged += sent;
+}
+
+const std::byte* Reducer::in_host_memory(const Arrival& arrival) const {
+  if (arrival.parked) return arrival.parked.data();
+  return pager_.tiers().device_is_host() ? arrival.contribution.data : nullptr;
+}
+
+/// Starts to copy elements of a contribution to host memory; complete after stream_->synchronize().
+void Reducer::read_contribution(const Arrival& arrival, Range range, std::byte* to) {
+  const Bytes size = arrival.contribution.page->page->element_size;
+  if (range.empty()) return;
+  if (arrival.parked) {
+    pager_.tiers().read(arrival.parked, range.begin * size, {to, range.size() * size});
+    return;
+  }
+  if (arrival.contribution.ready.event != nullptr) stream_->wait(*arrival.contribution.ready.event);
+  stream_->copy_async(to, arrival.contribution.data + range.begin * size, range.size() * size,
+                      device::Direction::DeviceToHost, arrival.contribution.page->page->name);
+  const Lock lock(mutex_);
+  stats_.device_to_host += range.size() * size;
+}
+
+void Reducer::release(Arrival& arrival, const Lock& /*lock*/) {
+  if (arrival.contribution.keep != nullptr || arrival.contribution.data != nullptr) {
+    on_device_ -= arrival.contribution.page->page->bytes();
+  }
+  arrival.contribution.keep.reset();
+  arrival.contribution.data = nullptr;
+  arrival.parked = {};
+  changed_.notify_all();
+}
+
+}  // namespace pagoda::engine

@@ -1,0 +1,144 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <thread>
+#include <vector>
+
+#include "pagoda/comm/group.h"
+#include "pagoda/optim/gradients.h"
+#include "pagoda/optim/trained_page.h"
+#include "pagoda/optim/updater.h"
+#include "pagoda/pager/pager.h"
+
+namespace pagoda::engine {
+
+/// A page's gradient of one micro-batch, on the device.
+struct Contribution {
+  optim::TrainedPage* page = nullptr;
+  std::vector<bool> present;        // for each parameter of the page
+  const std::byte* data = nullptr;  // the whole page, in its type and layout
+  std::shared_ptr<void> keep;       // what `data` lives in
+  device::Mark ready;               // on the device's stream; empty: ready now
+};
+
+struct ReducerStats {
+  std::uint64_t contributions = 0;
+  std::uint64_t rounds = 0;
+  std::uint64_t parked = 0;  // contributions that had to wait for their turn on the host
+  Bytes device_to_host = 0;
+  Bytes exchanged = 0;   // sent to other ranks
+  Nanos push_stall = 0;  // backward waited for room
+};
+
+/// Brings gradients off the device, sums them over the ranks and adds them up, on a thread of its
+/// own, while backward goes on.
+///
+/// A micro-batch is a round: every rank goes through the same pages in the same order, a bucket of
+/// them at a time, with zeros for what it has no gradient of. A rank with fewer micro-batches takes
+/// part with zeros until all have called finish(). See "Gradients" in docs/notes/schedule.md. All
+/// members may be called from any thread, push() while a round is open only.
+class Reducer {
+ public:
+  struct Options {
+    Bytes bucket = 32_MiB;
+    /// Gradient bytes that may wait on the device.
+    Bytes device_limit = 0;
+    /// Told of the first error, on the thread that met it.
+    std::function<void(std::exception_ptr)> on_failure;
+  };
+
+  /// `group` null: one rank.
+  Reducer(comm::Group* group, pager::Pager& pager, optim::Gradients& gradients,
+          optim::Updater& updater, Options options);
+  Reducer(const Reducer&) = delete;
+  Reducer& operator=(const Reducer&) = delete;
+  ~Reducer();
+
+  /// The pages of a round in the order in which the ranks go through them: the same everywhere. Not
+  /// while a round is open.
+  void set_order(std::vector<optim::TrainedPage*> order);
+
+  /// A micro-batch's gradients begin to come. Optional: push() begins a round by itself.
+  void begin();
+  /// Hands a gradient over; waits for room. A second one for the same page ends the round and
+  /// begins the next.
+  void push(Contribution contribution);
+  /// No more gradients come in this micro-batch.
+  void end();
+  /// The step begins: returns when all ranks are here and all gradients are added up. Throws what
+  /// went wrong.
+  void finish();
+
+  /// Page numbers in the order in which their gradients last came; for set_order().
+  std::vector<std::uint32_t> arrival_order() const;
+  void fail(std::exception_ptr error) noexcept;
+  ReducerStats stats() const;
+
+ private:
+  struct Arrival {
+    Contribution contribution;
+    pager::Home parked;  // holds the bytes, when the device had no room for them
+  };
+  struct Round {
+    std::vector<std::optional<Arrival>> arrived;  // by page number
+    std::vector<std::uint32_t> order;             // as they came
+    std::size_t taken = 0;                        // of `order`, by the thread of a single rank
+    bool over = false;
+  };
+  /// Elements [begin, begin + count) of every rank's slice of a page.
+  struct Item {
+    optim::TrainedPage* page;
+    std::uint64_t begin;
+    std::uint64_t count;
+    bool last;  // of its page
+  };
+  using Lock = std::unique_lock<std::mutex>;
+
+  void run();
+  void run_alone(Lock& lock);
+  void run_round(Round* round, Lock& lock);
+  void exchange(std::span<const Item> bucket, Round* round);
+  pager::Range part(const Item& item, int rank) const;
+  Bytes message_bytes(std::span<const Item> bucket, int rank) const;
+  void read_contribution(const Arrival& arrival, pager::Range range, std::byte* to);
+  const std::byte* in_host_memory(const Arrival& arrival) const;
+  void release(Arrival& arrival, const Lock& lock);
+  void park(Arrival& arrival);
+  void plan_buckets(const Lock& lock);
+
+  comm::Group* const group_;
+  pager::Pager& pager_;
+  optim::Gradients& gradients_;
+  optim::Updater& updater_;
+  const Options options_;
+  const int ranks_;
+  const int rank_;
+
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  std::vector<optim::TrainedPage*> order_;     // guarded by mutex_
+  std::vector<std::vector<Item>> buckets_;     // guarded by mutex_, fixed while a round runs
+  std::deque<std::unique_ptr<Round>> rounds_;  // guarded by mutex_
+  std::vector<std::uint32_t> arrival_order_;   // guarded by mutex_
+  Bytes on_device_ = 0;                        // guarded by mutex_
+  bool wants_local_ = false;  // guarded by mutex_: the thread waits for a gradient of this rank
+  bool finishing_ = false;    // guarded by mutex_
+  bool stopping_ = false;     // guarded by mutex_
+  std::exception_ptr error_;  // guarded by mutex_
+  ReducerStats stats_;        // guarded by mutex_
+
+  std::shared_ptr<device::Stream> stream_;
+  pager::HostBlock outgoing_;
+  pager::HostBlock incoming_;
+  Bytes buffer_bytes_ = 0;
+  std::jthread thread_;
+};
+
+}  // namespace pagoda::engine

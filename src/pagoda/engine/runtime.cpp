@@ -1,0 +1,574 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "pagoda/engine/runtime.h"
+
+#include <algorithm>
+#include <cmath>
+#include <filesystem>
+#include <thread>
+#include <utility>
+
+#include "pagoda/base/error.h"
+#include "pagoda/base/log.h"
+#include "pagoda/base/trace.h"
+#include "pagoda/engine/backend.h"
+#include "pagoda/io/checksum.h"
+#include "pagoda/kernels/gradient_norm.h"
+
+namespace pagoda::engine {
+namespace {
+
+using optim::TrainedPage;
+using pager::Page;
+using pager::Placement;
+using pager::Range;
+using pager::Tier;
+
+std::string text_of(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const std::exception& e) {
+    return e.what();
+  } catch (...) {
+    return "unknown error";
+  }
+}
+
+/// What is told to other ranks and to later calls: the message without its source location.
+std::string message_of(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const Error& e) {
+    std::string out = e.message();
+    for (const ErrorContext& item : e.contexts()) {
+      out += fmt::format(" [{}={}]", item.key, item.value);
+    }
+    return out;
+  } catch (const std::exception& e) {
+    return e.what();
+  } catch (...) {
+    return "unknown error";
+  }
+}
+
+optim::LossScale::Options loss_scale_options(const Config& config) {
+  optim::LossScale::Options options;
+  if (config.loss_scale == "none") return options;
+  options.dynamic = config.loss_scale == "dynamic";
+  options.initial = options.dynamic ? config.loss_scale_initial : std::stod(config.loss_scale);
+  options.window = config.loss_scale_window;
+  return options;
+}
+
+}  // namespace
+
+/// The pager's way to other ranks' slices.
+class Runtime::Remote final : public pager::RemoteSlices {
+ public:
+  explicit Remote(Runtime& runtime) : runtime_(runtime) {}
+
+  void pull(pager::PageId page, std::uint64_t version, std::span<const Piece> pieces) override {
+    std::vector<comm::Pull> pulls;
+    pulls.reserve(pieces.size());
+    for (const Piece& piece : pieces) {
+      pulls.push_back({piece.rank, page, version, piece.begin, piece.to});
+    }
+    runtime_.pulls_->pull(pulls);
+  }
+
+ private:
+  Runtime& runtime_;
+};
+
+Runtime::Runtime(const Config& config, std::shared_ptr<comm::World> world)
+    : config_(config), world_(std::move(world)), scale_(loss_scale_options(config)) {
+  config_.validate();
+  device_ = make_device(config_);
+  tiers_ = std::make_unique<pager::Tiers>(tiers_options(config_, device_, world_->size()));
+  pager::Pager::Options pages;
+  pages.fetch_threads = static_cast<unsigned>(config_.fetch_threads);
+  pages.staging = config_.staging;
+  pages.rank = world_->rank();
+  pages.slicing = {world_->size()};
+  pager_ = std::make_unique<pager::Pager>(*tiers_, pages);
+  oracle_ = std::make_unique<prefetch::Oracle>();
+  if (config_.prefetch) pager_->set_foresight(oracle_.get());
+
+  const std::size_t threads = config_.update_threads != 0
+                                  ? config_.update_threads
+                                  : std::max(1U, std::thread::hardware_concurrency());
+  pool_ = std::make_unique<ThreadPool>(threads, "update");
+  optim::Updater::Options updates;
+  updates.master16 = config_.master == "split" ? optim::StateLayout::Master::Split
+                                               : optim::StateLayout::Master::Whole;
+  updates.moments = config_.moments == "bf16" ? kernels::Dtype::BF16 : kernels::Dtype::F32;
+  updates.chunk = config_.update_chunk;
+  updates.buffers = static_cast<unsigned>(config_.update_buffers);
+  updates.seed = config_.seed;
+  updates.on_failure = [this](std::exception_ptr error) { fail(std::move(error)); };
+  updater_ = std::make_unique<optim::Updater>(*pager_, *pool_, updates);
+  pager_->set_debts(updater_.get());
+
+  optim::Gradients::Options sums;
+  sums.scale = config_.reduction == "sum" ? 1.0F : 1.0F / static_cast<float>(world_->size());
+  sums.squares = config_.clip > 0 || config_.loss_scale != "none";
+  sums.staging = config_.staging;
+  gradients_ = std::make_unique<optim::Gradients>(*tiers_, *pool_, sums);
+
+  if (!alone()) {
+    control_ = world_->make_group("control");
+    reduce_group_ = world_->make_group("gradients");
+    auto pull_group = world_->make_group("pulls");
+    pulls_ = std::make_unique<comm::PullService>(
+        std::move(pull_group), [this](const comm::PullRequest& request, comm::PullReply& reply) {
+          serve(request, reply);
+        });
+    remote_ = std::make_unique<Remote>(*this);
+    pager_->set_remote(remote_.get());
+    completers_ = std::make_unique<ThreadPool>(2, "complete");
+    updater_->set_callbacks({}, [this](TrainedPage& page, std::uint64_t version) {
+      return part_updated(page, version);
+    });
+    comm::Watch::Options watch;
+    watch.timeout = std::chrono::duration_cast<decltype(watch.timeout)>(
+        std::chrono::duration<double>(config_.timeout));
+    watch.interval = std::chrono::duration_cast<decltype(watch.interval)>(
+        std::chrono::duration<double>(config_.heartbeat));
+    watch_ = std::make_unique<comm::Watch>(*world_, watch, [this](int, std::string reason) {
+      fail(std::make_exception_ptr(EngineError(std::move(reason))));
+    });
+  }
+  reducer_ = std::make_unique<Reducer>(
+      reduce_group_.get(), *pager_, *gradients_, *updater_,
+      Reducer::Options{config_.bucket, tiers_->gradient_staging(),
+                       [this](std::exception_ptr error) { fail(std::move(error)); }});
+}
+
+Runtime::~Runtime() {
+  // Whoever waits is woken, and nobody starts anything; then the threads end, users first.
+  const auto ended = std::make_exception_ptr(EngineError("the engine has ended"));
+  if (watch_ != nullptr) watch_->leave();
+  updater_->fail(ended);
+  reducer_->fail(ended);
+  pager_->refuse("the engine has ended");
+  for (comm::Group* group : {control_.get(), reduce_group_.get()}) {
+    if (group != nullptr) group->abort("the engine has ended");
+  }
+  if (pulls_ != nullptr) pulls_->abort("the engine has ended");
+  watch_.reset();
+  reducer_.reset();
+  completers_.reset();
+  pulls_.reset();
+  updater_.reset();
+  pager_->set_debts(nullptr);
+  pager_->set_foresight(nullptr);
+  trained_.clear();
+  pager_.reset();
+}
+
+void Runtime::check() const {
+  if (!failed()) return;
+  const std::lock_guard lock(error_mutex_);
+  std::rethrow_exception(error_);
+}
+
+void Runtime::fail(std::exception_ptr error) noexcept {
+  std::string why;
+  {
+    const std::lock_guard lock(error_mutex_);
+    if (error_ != nullptr) return;
+    error_ = error;
+    why = message_of(error);
+    failed_.store(true, std::memory_order_release);
+  }
+  log::error("engine", "stopped by an error", {{"cause", text_of(error)}});
+  if (watch_ != nullptr) watch_->fail(why);
+  pager_->refuse(why);
+  updater_->fail(error);
+  if (reducer_ != nullptr) reducer_->fail(error);
+  for (comm::Group* group : {control_.get(), reduce_group_.get()}) {
+    if (group != nullptr) group->abort(why);
+  }
+  if (pulls_ != nullptr) pulls_->abort(why);
+}
+
+TrainedPage* Runtime::trained(const Page& page) noexcept {
+  const auto found = std::find_if(trained_.begin(), trained_.end(),
+                                  [&](const auto& trained) { return trained->page == &page; });
+  return found == trained_.end() ? nullptr : found->get();
+}
+
+void Runtime::contribute(Contribution contribution) {
+  check();
+  reducer_->push(std::move(contribution));
+}
+
+void Runtime::settle() {
+  updater_->settle_all();
+  std::unique_lock lock(completions_mutex_);
+  completed_.wait(lock, [&] { return completing_ == 0 || failed(); });
+  lock.unlock();
+  check();
+}
+
+void Runtime::finish() {
+  check();
+  try {
+    settle();
+  } catch (...) {
+    fail(std::current_exception());
+    throw;
+  }
+}
+
+StepResult Runtime::step(const std::function<void(Page&)>& bumped) {
+  bool all_leaving = false;
+  return step_together(false, all_leaving, bumped);
+}
+
+void Runtime::join(const std::function<void(Page&)>& bumped) {
+  for (bool all_leaving = false; !all_leaving;) step_together(true, all_leaving, bumped);
+}
+
+StepResult Runtime::step_together(bool leaving, bool& all_leaving,
+                                  const std::function<void(Page&)>& bumped) {
+  check();
+  PAGODA_TRACE("engine", "step");
+  try {
+    settle();  // of the last step: nobody reads old versions from here on
+    reducer_->finish();
+
+    std::vector<TrainedPage*> pages;
+    for (const auto& page : trained_) {
+      const bool used = std::any_of(page->parameters.begin(), page->parameters.end(),
+                                    [](const auto& parameter) { return parameter.filled; });
+      if (used) pages.push_back(page.get());
+    }
+    bool wrote = false;
+    for (Page* page : pager_->pages()) {
+      if (page != nullptr && !page->whole_home() && (page->dirty || page->own_copy)) wrote = true;
+    }
+    if (!alone()) {
+      std::array<std::uint64_t, 2> flags = {wrote ? 1U : 0U, leaving ? 0U : 1U};
+      control_->all_reduce_max(flags);
+      wrote = flags[0] != 0;
+      all_leaving = flags[1] == 0;
+    } else {
+      all_leaving = leaving;
+    }
+    publish_writes(wrote);
+
+    StepResult result;
+    double factor = 1 / scale_.scale();
+    bool finite = true;
+    if (config_.clip > 0 || config_.loss_scale != "none") {
+      const double norm = total_norm(gather_squares()) / scale_.scale();
+      finite = std::isfinite(norm);
+      result.norm = norm;
+      if (config_.clip > 0 && finite) {
+        const double clipping = config_.clip / (norm + 1e-6);
+        if (clipping < 1) factor *= clipping;
+      }
+    }
+    const bool skips = config_.loss_scale != "none" && !finite;
+    if (config_.loss_scale != "none" && !pages.empty()) scale_.step(finite);
+    result.loss_scale = scale_.scale();
+    result.skipped = skips;
+    if (!alone()) agree_on_order();
+    if (skips) {
+      for (TrainedPage* page : pages) optim::Gradients::clear(*page);
+      result.step = steps_;
+      return result;
+    }
+    if (config_.zero == 0 && !alone()) gather_gradients(pages);
+    if (!pages.empty()) result.step = ++steps_;
+    for (TrainedPage* page : pages) {
+      for (optim::TrainedParameter& parameter : page->parameters) parameter.used = parameter.filled;
+      optim::Gradients::clear(*page);
+    }
+    pages = update_order(std::move(pages));
+    std::vector<Page*> owing;
+    owing.reserve(pages.size());
+    for (TrainedPage* page : pages) owing.push_back(page->page);
+    pager_->owe(owing);
+    for (Page* page : owing) bumped(*page);
+    updater_->start(pages, {factor, groups_});
+    return result;
+  } catch (...) {
+    fail(std::current_exception());
+    throw;
+  }
+}
+
+void Runtime::publish_writes(bool any_rank) {
+  if (!any_rank) return;
+  for (Page* page : pager_->pages()) {
+    if (page != nullptr && !page->whole_home()) pager_->publish(*page);
+  }
+  // Nobody may read a slice of these before everyone has published it.
+  if (!alone()) control_->barrier();
+}
+
+/// Every rank's sums of squares, page after page and in the order of the elements.
+std::vector<double> Runtime::gather_squares() {
+  std::vector<double> mine;
+  for (const auto& page : trained_) {
+    const std::size_t blocks = kernels::norm_blocks(page->reduced.size());
+    if (page->squares.empty()) {
+      mine.insert(mine.end(), blocks, 0.0);
+    } else {
+      mine.insert(mine.end(), page->squares.begin(), page->squares.end());
+    }
+  }
+  if (alone()) return mine;
+  const auto ranks = static_cast<std::size_t>(world_->size());
+  std::vector<std::vector<double>> all(ranks);
+  std::vector<std::span<std::byte>> parts(ranks);
+  for (std::size_t r = 0; r < ranks; ++r) {
+    std::size_t blocks = 0;
+    for (const auto& page : trained_) {
+      blocks +=
+          kernels::norm_blocks(pager_->slicing().of(page->elements(), static_cast<int>(r)).size());
+    }
+    all[r].resize(blocks);
+    parts[r] = std::as_writable_bytes(std::span(all[r]));
+  }
+  control_->all_gather(std::as_bytes(std::span(mine)), parts);
+  std::vector<double> out;
+  std::vector<std::size_t> at(ranks);
+  for (const auto& page : trained_) {
+    for (std::size_t r = 0; r < ranks; ++r) {
+      const std::size_t blocks =
+          kernels::norm_blocks(pager_->slicing().of(page->elements(), static_cast<int>(r)).size());
+      const auto begin = all[r].begin() + static_cast<std::ptrdiff_t>(at[r]);
+      out.insert(out.end(), begin, begin + static_cast<std::ptrdiff_t>(blocks));
+      at[r] += blocks;
+    }
+  }
+  return out;
+}
+
+double Runtime::total_norm(const std::vector<double>& squares) const {
+  double total = 0;
+  std::size_t at = 0;
+  for (const auto& page : trained_) {
+    const std::size_t blocks = kernels::norm_blocks(page->elements());
+    total += kernels::add_in_order(std::span(squares).subspan(at, blocks));
+    at += blocks;
+  }
+  return std::sqrt(total);
+}
+
+double Runtime::grad_norm() {
+  check();
+  try {
+    reducer_->finish();
+    for (const auto& page : trained_) {
+      const bool filled = std::any_of(page->parameters.begin(), page->parameters.end(),
+                                      [](const auto& parameter) { return parameter.filled; });
+      if (!filled || !page->squares.empty() || page->reduced.empty()) continue;
+      std::vector<float> values(page->reduced.size());
+      gradients_->read(*page, page->reduced.begin, values);
+      page->squares.resize(kernels::norm_blocks(values.size()));
+      kernels::block_sums_of_squares(values.data(), values.size(), 1, page->squares, *pool_);
+    }
+    return total_norm(gather_squares()) / scale_.scale();
+  } catch (...) {
+    fail(std::current_exception());
+    throw;
+  }
+}
+
+void Runtime::zero_grad() {
+  check();
+  try {
+    reducer_->finish();
+    for (const auto& page : trained_) optim::Gradients::clear(*page);
+  } catch (...) {
+    fail(std::current_exception());
+    throw;
+  }
+}
+
+/// Stage 0: every rank has the whole reduced gradient.
+void Runtime::gather_gradients(const std::vector<TrainedPage*>& pages) {
+  const auto ranks = static_cast<std::size_t>(world_->size());
+  for (TrainedPage* page : pages) {
+    const Bytes size = kernels::element_size(page->gradient_dtype);
+    const Range own = page->reduced;
+    const std::uint64_t slice = pager_->slicing().of(page->elements(), 0).size();
+    const std::uint64_t most = std::max<std::uint64_t>(1, config_.bucket / size / ranks);
+    for (std::uint64_t done = 0; done < slice; done += most) {
+      std::vector<std::vector<std::byte>> bytes(ranks);
+      std::vector<std::span<std::byte>> parts(ranks);
+      std::vector<Range> ranges(ranks);
+      for (std::size_t r = 0; r < ranks; ++r) {
+        const Range of = pager_->slicing().of(page->elements(), static_cast<int>(r));
+        const std::uint64_t begin = std::min(of.end, of.begin + done);
+        ranges[r] = {begin, std::min(of.end, begin + most)};
+        bytes[r].resize(ranges[r].size() * size);
+        parts[r] = bytes[r];
+      }
+      const Range mine = ranges[static_cast<std::size_t>(world_->rank())];
+      std::vector<std::byte>& buffer = bytes[static_cast<std::size_t>(world_->rank())];
+      if (!own.empty()) tiers_->read(page->gradient, mine.begin * size, buffer);
+      control_->all_gather(buffer, parts);
+      for (std::size_t r = 0; r < ranks; ++r) {
+        if (static_cast<int>(r) == world_->rank()) continue;
+        tiers_->write(page->gradient, ranges[r].begin * size, bytes[r]);
+      }
+    }
+  }
+}
+
+/// Gradients are exchanged in the order in which they last came on the first rank.
+void Runtime::agree_on_order() {
+  std::vector<std::uint32_t> order = reducer_->arrival_order();
+  std::vector<bool> seen(trained_.size());
+  for (const std::uint32_t number : order) seen[number] = true;
+  for (std::uint32_t number = 0; number < trained_.size(); ++number) {
+    if (!seen[number]) order.push_back(number);
+  }
+  control_->broadcast(std::as_writable_bytes(std::span(order)), 0);
+  std::vector<TrainedPage*> pages;
+  pages.reserve(order.size());
+  for (const std::uint32_t number : order) pages.push_back(trained_[number].get());
+  reducer_->set_order(std::move(pages));
+}
+
+/// The order in which the next forward will need them, as far as it is known.
+std::vector<TrainedPage*> Runtime::update_order(std::vector<TrainedPage*> pages) {
+  const auto lock = pager_->lock();
+  std::stable_sort(pages.begin(), pages.end(), [&](const TrainedPage* a, const TrainedPage* b) {
+    return oracle_->next_use(a->page->id) < oracle_->next_use(b->page->id);
+  });
+  return pages;
+}
+
+/// This rank's part of a page is up to date. Where pages are kept whole by every rank, the other
+/// ranks' parts are still missing.
+bool Runtime::part_updated(TrainedPage& page, std::uint64_t version) {
+  if (config_.zero == 0 || config_.zero == 3) return true;
+  {
+    const std::lock_guard lock(completions_mutex_);
+    ++completing_;
+  }
+  (void)completers_->submit([this, &page, version] {
+    try {
+      complete(page, version);
+    } catch (...) {
+      fail(std::current_exception());
+    }
+    const std::lock_guard lock(completions_mutex_);
+    --completing_;
+    completed_.notify_all();
+  });
+  return false;
+}
+
+void Runtime::complete(TrainedPage& trained, std::uint64_t version) {
+  Page& page = *trained.page;
+  PAGODA_TRACE("engine", "complete", {"page", page.name});
+  const Bytes size = page.element_size;
+  const bool direct = page.home.tier() == Tier::Host ||
+                      (page.home.tier() == Tier::Device && tiers_->device_is_host());
+  std::vector<comm::Pull> pulls;
+  std::vector<std::byte> buffer;
+  for (int rank = 0; rank < world_->size(); ++rank) {
+    const Range range = pager_->slicing().of(page.elements, rank);
+    if (rank == world_->rank() || range.empty()) continue;
+    if (direct) {
+      pulls.push_back({rank,
+                       page.id,
+                       version,
+                       range.begin * size,
+                       {page.home.data() + range.begin * size, range.size() * size}});
+      continue;
+    }
+    const std::uint64_t most = std::max<Bytes>(size, config_.staging / size * size);
+    for (Bytes at = range.begin * size; at < range.end * size;) {
+      buffer.resize(std::min<Bytes>(most, range.end * size - at));
+      pulls_->pull(rank, page.id, version, at, buffer);
+      tiers_->write(page.home, at, buffer);
+      at += buffer.size();
+    }
+  }
+  if (!pulls.empty()) pulls_->pull(pulls);
+  pager_->updated(page, version);
+}
+
+/// Another rank asks for bytes of this rank's slice.
+void Runtime::serve(const comm::PullRequest& request, comm::PullReply& reply) {
+  const std::vector<Page*> pages = pager_->pages();
+  if (request.key >= pages.size() || pages[request.key] == nullptr) {
+    reply.refuse(fmt::format("there is no page {}", request.key));
+    return;
+  }
+  Page& page = *pages[request.key];
+  reply.about_to_wait();
+  updater_->settle_part(page, request.version);
+  pager_->add_reader(page);
+  const auto reading =
+      std::shared_ptr<void>(nullptr, [this, &page](void*) { pager_->remove_reader(page); });
+  const std::uint64_t has = updater_->part_version(page);
+  if (has != request.version) {
+    reply.refuse(fmt::format("page '{}' has gone on from version {} to {}", page.name,
+                             request.version, has));
+    return;
+  }
+  const Bytes at = request.begin - page.home_range.begin * page.element_size;
+  if (page.home.tier() == Tier::Host) {
+    reply.give({page.home.data() + at, request.bytes}, reading);
+    return;
+  }
+  auto bytes = std::make_shared<std::vector<std::byte>>(request.bytes);
+  tiers_->read(page.home, at, *bytes);
+  reply.give(*bytes, bytes);
+}
+
+void Runtime::read_gradient(const Page& page, std::span<float> to) {
+  check();
+  const TrainedPage* trained = this->trained(page);
+  PAGODA_REQUIRE(trained != nullptr, "page '{}' is not trained: it has no gradient", page.name);
+  if (alone()) {
+    reducer_->finish();
+    gradients_->read(*trained, 0, to);
+    return;
+  }
+  reducer_->finish();
+  std::fill(to.begin(), to.end(), 0.0F);
+  if (!trained->reduced.empty()) {
+    gradients_->read(*trained, trained->reduced.begin,
+                     to.subspan(trained->reduced.begin, trained->reduced.size()));
+  }
+  std::vector<std::span<std::byte>> parts;
+  for (int rank = 0; rank < world_->size(); ++rank) {
+    const Range range = pager_->slicing().of(page.elements, rank);
+    parts.push_back(std::as_writable_bytes(to.subspan(range.begin, range.size())));
+  }
+  const auto own = std::as_bytes(to.subspan(trained->reduced.begin, trained->reduced.size()));
+  control_->all_gather(own, parts);
+}
+
+Stats Runtime::stats() const {
+  Stats out;
+  out.steps = steps_;
+  out.skipped_steps = scale_.skipped();
+  out.pager = pager_->stats();
+  out.updates = updater_->stats();
+  out.gradients = reducer_->stats();
+  if (pulls_ != nullptr) {
+    out.pulled = pulls_->stats().bytes_pulled;
+    out.served = pulls_->stats().bytes_served;
+  }
+  const device::ArenaStats arena = tiers_->arena().stats();
+  out.device_pages = arena.used;
+  out.device_pages_peak = arena.peak;
+  for (const Tier tier : {Tier::Device, Tier::Host, Tier::Nvme}) {
+    const Budget& budget = tiers_->budget(tier);
+    out.tiers[static_cast<std::size_t>(tier)] = {budget.limit(), budget.used(), budget.peak(),
+                                                 budget.holders()};
+  }
+  return out;
+}
+
+}  // namespace pagoda::engine

@@ -1,0 +1,154 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <atomic>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "pagoda/base/thread_pool.h"
+#include "pagoda/comm/pull_service.h"
+#include "pagoda/comm/watch.h"
+#include "pagoda/comm/world.h"
+#include "pagoda/engine/config.h"
+#include "pagoda/engine/reducer.h"
+#include "pagoda/engine/stats.h"
+#include "pagoda/optim/gradients.h"
+#include "pagoda/optim/loss_scale.h"
+#include "pagoda/optim/optimizer.h"
+#include "pagoda/optim/updater.h"
+#include "pagoda/pager/pager.h"
+#include "pagoda/prefetch/oracle.h"
+
+namespace pagoda::engine {
+
+/// What step() did.
+struct StepResult {
+  std::uint64_t step = 0;      // of those that were not skipped, from 1
+  bool skipped = false;        // gradients were not finite: nothing changed but the loss scale
+  std::optional<double> norm;  // of all gradients before clipping, where it was needed
+  double loss_scale = 1;       // of the next step
+};
+
+/// A page to be trained, as the model describes it.
+struct TrainedSpec {
+  pager::Page* page = nullptr;
+  kernels::Dtype dtype = kernels::Dtype::F32;
+  std::vector<optim::Segment> segments;
+  std::vector<optim::TrainedParameter> parameters;
+};
+
+/// One rank's engine without torch: tiers, pages, gradients and updates put together.
+///
+/// `pagoda::Engine` (torch/engine.h) is what users see; it tells this of storages, gradients and
+/// steps. attach(), step(), join() and finish() are collectives and called by one thread;
+/// contribute() by the threads of backward; the rest by any. After the first error everything
+/// throws it again.
+class Runtime {
+ public:
+  Runtime(const Config& config, std::shared_ptr<comm::World> world);
+  Runtime(const Runtime&) = delete;
+  Runtime& operator=(const Runtime&) = delete;
+  /// Starts no collective and does not throw: what is still owed is dropped.
+  ~Runtime();
+
+  const Config& config() const noexcept { return config_; }
+  pager::Pager& pager() noexcept { return *pager_; }
+  pager::Tiers& tiers() noexcept { return *tiers_; }
+  device::Device& device() noexcept { return *device_; }
+  int rank() const noexcept { return world_->rank(); }
+  int ranks() const noexcept { return world_->size(); }
+
+  /// The pages of the model, trained or not, get the homes that the configuration says, and trained
+  /// ones gradients and state. UserError before anything is moved if they do not fit.
+  void attach(const std::vector<pager::Page*>& pages, std::vector<TrainedSpec> trained,
+              std::vector<Optimizer> groups);
+  /// Forgets gradients and states; pages stay. Nothing is owed.
+  void detach();
+  /// The trained form of a page; null for others.
+  optim::TrainedPage* trained(const pager::Page& page) noexcept;
+
+  Reducer& reducer() noexcept { return *reducer_; }
+  void contribute(Contribution contribution);
+
+  /// The step: `version_of` is told of every page that owes an update from now on.
+  StepResult step(const std::function<void(pager::Page&)>& bumped);
+  /// Takes part in the other ranks' steps with nothing of its own, until all have joined.
+  void join(const std::function<void(pager::Page&)>& bumped);
+  /// Returns when nothing is owed.
+  void finish();
+  /// Drops the gradients accumulated so far, on this rank; all ranks do it at the same point.
+  void zero_grad();
+
+  std::vector<Optimizer>& groups() noexcept { return groups_; }
+  double loss_scale() const noexcept { return scale_.scale(); }
+  /// Of the gradients accumulated so far. A collective.
+  double grad_norm();
+  /// Elements of the accumulated gradient, wherever they are. All ranks are between two steps.
+  void read_gradient(const pager::Page& page, std::span<float> to);
+
+  /// Throws the first error, if there was one.
+  void check() const;
+  bool failed() const noexcept { return failed_.load(std::memory_order_acquire); }
+  /// The engine cannot go on: latches the first error, tells everyone who waits and every rank.
+  void fail(std::exception_ptr error) noexcept;
+
+  Stats stats() const;
+
+ private:
+  class Remote;
+
+  void check_fit(const std::vector<pager::Page*>& pages);
+  void check_equal_on_all_ranks(const std::vector<pager::Page*>& pages);
+  void place(const std::vector<pager::Page*>& pages);
+  StepResult step_together(bool leaving, bool& all_leaving,
+                           const std::function<void(pager::Page&)>& bumped);
+  void settle();
+  void publish_writes(bool any_rank);
+  std::vector<double> gather_squares();
+  double total_norm(const std::vector<double>& squares) const;
+  void gather_gradients(const std::vector<optim::TrainedPage*>& pages);
+  void agree_on_order();
+  std::vector<optim::TrainedPage*> update_order(std::vector<optim::TrainedPage*> pages);
+  void serve(const comm::PullRequest& request, comm::PullReply& reply);
+  bool part_updated(optim::TrainedPage& page, std::uint64_t version);
+  void complete(optim::TrainedPage& page, std::uint64_t version);
+  bool alone() const noexcept { return world_->size() == 1; }
+
+  Config config_;
+  std::shared_ptr<comm::World> world_;
+  std::shared_ptr<device::Device> device_;
+  std::unique_ptr<comm::Group> control_;
+  std::unique_ptr<comm::Group> reduce_group_;
+  std::unique_ptr<pager::Tiers> tiers_;
+  std::unique_ptr<prefetch::Oracle> oracle_;
+  std::unique_ptr<pager::Pager> pager_;
+  std::unique_ptr<ThreadPool> pool_;
+  std::unique_ptr<optim::Gradients> gradients_;
+  std::unique_ptr<optim::Updater> updater_;
+  std::unique_ptr<Reducer> reducer_;
+  std::unique_ptr<Remote> remote_;
+  std::unique_ptr<ThreadPool> completers_;
+  std::unique_ptr<comm::PullService> pulls_;
+  std::unique_ptr<comm::Watch> watch_;
+
+  std::vector<pager::Page*> pages_;                           // of attached models
+  std::vector<std::unique_ptr<optim::TrainedPage>> trained_;  // by number
+  std::vector<Optimizer> groups_;
+  optim::LossScale scale_;
+  std::uint64_t steps_ = 0;
+
+  std::mutex completions_mutex_;
+  std::condition_variable completed_;
+  std::size_t completing_ = 0;  // guarded by completions_mutex_
+
+  std::atomic<bool> failed_{false};
+  mutable std::mutex error_mutex_;
+  std::exception_ptr error_;  // guarded by error_mutex_
+};
+
+}  // namespace pagoda::engine

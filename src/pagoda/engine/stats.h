@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "pagoda/base/budget.h"
+#include "pagoda/comm/group.h"
+#include "pagoda/engine/reducer.h"
+#include "pagoda/optim/updater.h"
+#include "pagoda/pager/pager_stats.h"
+#include "pagoda/pager/tier.h"
+
+namespace pagoda::engine {
+
+/// What one tier holds.
+struct TierStats {
+  Bytes limit = 0;
+  Bytes used = 0;
+  Bytes peak = 0;
+  std::vector<BudgetHolder> holders;  // by tag, with peaks
+};
+
+/// What an engine has done since it was made, and what it holds now. Cheap enough for every step.
+struct Stats {
+  std::uint64_t steps = 0;
+  std::uint64_t skipped_steps = 0;
+  pager::PagerStats pager;
+  optim::UpdaterStats updates;
+  ReducerStats gradients;
+  std::uint64_t pulled = 0;  // bytes read from other ranks
+  std::uint64_t served = 0;  // bytes read by other ranks
+  Bytes device_pages = 0;    // resident now, of the device budget's pages
+  Bytes device_pages_peak = 0;
+  std::array<TierStats, 3> tiers;  // by Tier
+
+  /// Updates that operators did not wait for, as a share of all; 1 when there were none.
+  double hidden_updates() const noexcept;
+  /// As people read it.
+  std::string table() const;
+};
+
+}  // namespace pagoda::engine

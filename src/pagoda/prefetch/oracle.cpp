@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "pagoda/prefetch/oracle.h"
+
+namespace pagoda::prefetch {
+
+/// What the pager has, in the schedule's words.
+class Oracle::View final : public ArenaView {
+ public:
+  View(const pager::Occupancy& occupancy, bool may_be_dirty)
+      : occupancy_(occupancy), may_be_dirty_(may_be_dirty) {}
+
+  PageState page(PageId id) const override {
+    const pager::Page* page = id < occupancy_.pages.size() ? occupancy_.pages[id] : nullptr;
+    PageState state;
+    if (page == nullptr) {
+      state.residency = Residency::Fetching;  // gone: neither to be fetched nor to be evicted
+      return state;
+    }
+    state.bytes = page->bytes();
+    state.pinned = page->pins > 0 || page->fixed || (page->dirty && !may_be_dirty_);
+    switch (page->residency) {
+      case pager::Residency::Absent:
+        // A page that owes its update, or was never written, cannot be fetched yet.
+        state.residency =
+            page->owes() || page->blank || page->dead ? Residency::Fetching : Residency::Absent;
+        break;
+      case pager::Residency::Fetching:
+      case pager::Residency::Leaving:
+        state.residency = Residency::Fetching;
+        break;
+      case pager::Residency::Resident:
+        state.residency = Residency::Resident;
+        break;
+    }
+    return state;
+  }
+
+  std::span<const PageId> resident() const override {
+    if (!listed_) {
+      listed_ = true;
+      for (const pager::Page* page : occupancy_.pages) {
+        if (page == nullptr || page->residency != pager::Residency::Resident) continue;
+        resident_.push_back(page->id);
+        if (!this->page(page->id).pinned) evictable_ += page->bytes();
+      }
+    }
+    return resident_;
+  }
+
+  Bytes free() const override { return occupancy_.free; }
+
+  Bytes evictable() const override {
+    (void)resident();
+    return evictable_;
+  }
+
+ private:
+  const pager::Occupancy& occupancy_;
+  const bool may_be_dirty_;
+  mutable bool listed_ = false;
+  mutable std::vector<PageId> resident_;
+  mutable Bytes evictable_ = 0;
+};
+
+void Oracle::touched(pager::PageId page, std::uint8_t mode, Nanos now) {
+  predictor_.touch({page, mode}, now);
+}
+
+void Oracle::stalled(Nanos wait) {
+  predictor_.stalled(wait);
+}
+
+void Oracle::forget(pager::PageId page) {
+  predictor_.forget(page);
+}
+
+void Oracle::fetched(Bytes bytes, double seconds) {
+  rate_.add(bytes, seconds);
+}
+
+pager::PageId Oracle::next_fetch(const pager::Occupancy& occupancy) {
+  const View view(occupancy, false);
+  return Schedule(predictor_, view, rate_).next_fetch().value_or(pager::kNoPage);
+}
+
+pager::PageId Oracle::victim(const pager::Occupancy& occupancy, pager::PageId for_page,
+                             bool may_be_dirty) {
+  const View view(occupancy, may_be_dirty);
+  const auto goes = Schedule(predictor_, view, rate_).choose_victim();
+  if (!goes) return pager::kNoPage;
+  if (for_page != pager::kNoPage && next_use(*goes) <= next_use(for_page)) return pager::kNoPage;
+  return *goes;
+}
+
+}  // namespace pagoda::prefetch

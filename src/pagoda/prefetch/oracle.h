@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstddef>
+#include <limits>
+#include <vector>
+
+#include "pagoda/pager/foresight.h"
+#include "pagoda/prefetch/fetch_rate.h"
+#include "pagoda/prefetch/predictor.h"
+#include "pagoda/prefetch/schedule.h"
+
+namespace pagoda::prefetch {
+
+/// The pager's foresight: the predictor knows what comes, the schedule what to do about it. Called
+/// under the pager's lock.
+class Oracle final : public pager::Foresight {
+ public:
+  Oracle() = default;
+
+  void touched(pager::PageId page, std::uint8_t mode, Nanos now) override;
+  void stalled(Nanos wait) override;
+  void forget(pager::PageId page) override;
+  void fetched(Bytes bytes, double seconds) override;
+  pager::PageId next_fetch(const pager::Occupancy& occupancy) override;
+  pager::PageId victim(const pager::Occupancy& occupancy, pager::PageId for_page,
+                       bool may_be_dirty) override;
+
+  /// Touches until the page's next expected use; the largest number where none is expected.
+  std::size_t next_use(pager::PageId page) const noexcept {
+    return predictor_.next_use(page).value_or(std::numeric_limits<std::size_t>::max());
+  }
+  Predictor::Stats stats() const { return predictor_.stats(); }
+  const FetchRate& rate() const noexcept { return rate_; }
+
+ private:
+  class View;
+
+  Predictor predictor_;
+  FetchRate rate_;
+};
+
+}  // namespace pagoda::prefetch

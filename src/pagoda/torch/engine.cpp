@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "pagoda/torch/engine.h"
+
+#include <exception>
+#include <utility>
+
+#include "pagoda/base/error.h"
+#include "pagoda/torch/birth_scope.h"
+#include "pagoda/torch/engine_impl.h"
+
+namespace pagoda {
+
+Engine::Engine(const Config& config, std::shared_ptr<comm::World> world)
+    : impl_(std::make_unique<Impl>(config, std::move(world))) {}
+
+Engine::~Engine() = default;
+
+struct Engine::Building::Scope {
+  explicit Scope(Impl& impl)
+      : birth([&impl](const at::Tensor& tensor) { impl.adopt(tensor, {}); }) {}
+  torch::BirthScope birth;
+};
+
+Engine::Building::Building(Engine& engine) : scope_(std::make_unique<Scope>(*engine.impl_)) {}
+
+Engine::Building::~Building() = default;
+
+void Engine::Building::finish() {
+  scope_->birth.check();
+}
+
+void Engine::attach(::torch::nn::Module& model, std::vector<ParameterGroup> groups) {
+  impl_->attach(model, std::move(groups));
+}
+
+void Engine::attach(::torch::nn::Module& model, const Optimizer& optimizer) {
+  impl_->attach(model, {{{}, optimizer}});
+}
+
+void Engine::backward(const at::Tensor& loss) {
+  impl_->backward(loss);
+}
+
+StepReport Engine::step() {
+  return impl_->step(false);
+}
+
+void Engine::join() {
+  impl_->step(true);
+}
+
+void Engine::finish() {
+  impl_->runtime().finish();
+}
+
+void Engine::set_lr(double lr) {
+  for (Optimizer& group : impl_->runtime().groups()) optim::set_learning_rate(group, lr);
+}
+
+void Engine::set_lr(std::size_t group, double lr) {
+  auto& groups = impl_->runtime().groups();
+  PAGODA_REQUIRE_LT(group, groups.size(), "there is no such parameter group");
+  optim::set_learning_rate(groups[group], lr);
+}
+
+double Engine::loss_scale() const {
+  return impl_->runtime().loss_scale();
+}
+
+at::Tensor Engine::grad(const at::Tensor& parameter) {
+  return impl_->grad(parameter);
+}
+
+double Engine::grad_norm() {
+  return impl_->runtime().grad_norm();
+}
+
+void Engine::zero_grad() {
+  impl_->runtime().zero_grad();
+}
+
+std::shared_ptr<void> Engine::pin(const at::Tensor& parameter) {
+  return impl_->pin(parameter);
+}
+
+void Engine::release(::torch::nn::Module& model) {
+  impl_->release(model);
+}
+
+engine::Stats Engine::stats() const {
+  return impl_->runtime().stats();
+}
+
+int Engine::rank() const {
+  return impl_->runtime().rank();
+}
+
+int Engine::world_size() const {
+  return impl_->runtime().ranks();
+}
+
+const Config& Engine::config() const {
+  return impl_->runtime().config();
+}
+
+}  // namespace pagoda

@@ -1,0 +1,122 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "pagoda/comm/solo_world.h"
+#include "pagoda/comm/world.h"
+#include "pagoda/engine/config.h"
+#include "pagoda/engine/stats.h"
+#include "pagoda/optim/optimizer.h"
+
+namespace torch::nn {
+class Module;
+}
+
+namespace pagoda {
+
+/// Parameters that are trained alike.
+struct ParameterGroup {
+  std::vector<at::Tensor> parameters;
+  Optimizer optimizer;
+};
+
+/// What step() did.
+struct StepReport {
+  std::uint64_t step = 0;  ///< steps taken so far, skipped ones left out
+  bool skipped = false;    ///< gradients were infinite: only the loss scale changed
+  double norm = -1;        ///< of all gradients before clipping; negative where nothing needed it
+  double loss_scale = 1;   ///< of the next step
+};
+
+/// Trains a model whose states may be larger than the device, the host, or both.
+///
+///   pagoda::Engine engine(config, pagoda::torch::world_from_env());
+///   MyModel model = engine.build([&] { return MyModel(options); });
+///   engine.attach(*model, pagoda::AdamW{.lr = 3e-4});
+///   for (auto& batch : data) {
+///     engine.backward(model->forward(batch));
+///     engine.step();
+///   }
+///
+/// One thread trains; autograd's threads may run operators at the same time. With several ranks,
+/// attach(), step(), join(), grad_norm(), grad() and release() are collectives: every rank calls
+/// them in the same order. The destructor starts none and does not throw; parameters that were not
+/// released throw on access afterwards. After an error every call throws it again.
+class Engine {
+ public:
+  explicit Engine(const Config& config,
+                  std::shared_ptr<comm::World> world = comm::make_solo_world());
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+  ~Engine();
+
+  /// Runs `make`, whose parameters become pages as they are made.
+  template <class Make>
+  auto build(Make&& make) {
+    Building building(*this);
+    auto model = std::forward<Make>(make)();
+    building.finish();
+    return model;
+  }
+
+  /// Trains all parameters of `model` that require a gradient; the others become pages, too.
+  void attach(::torch::nn::Module& model, const Optimizer& optimizer);
+  /// The same with groups; parameters in none of them are not trained.
+  void attach(::torch::nn::Module& model, std::vector<ParameterGroup> groups);
+
+  /// One micro-batch. `last`: updates may start before step(); by default every
+  /// `accumulation`-th is.
+  void backward(const at::Tensor& loss);
+  /// At accumulation boundaries: fixes what the updates need and returns; they run while the next
+  /// forward does. Micro-batches that are not complete make it wait for none: what came, counts.
+  StepReport step();
+  /// This rank has no more data: takes part in the others' steps until all have joined.
+  void join();
+  /// Returns when every update has been made.
+  void finish();
+
+  void set_lr(double lr);
+  void set_lr(std::size_t group, double lr);
+  double loss_scale() const;
+
+  /// The gradient accumulated so far, as fp32 and as large as the parameter: on the host.
+  at::Tensor grad(const at::Tensor& parameter);
+  double grad_norm();
+  void zero_grad();
+
+  /// While the returned handle lives, the page is on the device and its pointer may be used.
+  [[nodiscard]] std::shared_ptr<void> pin(const at::Tensor& parameter);
+
+  /// Parameters become plain tensors again, up to date. UserError if they do not fit into memory.
+  void release(::torch::nn::Module& model);
+
+  engine::Stats stats() const;
+  int rank() const;
+  int world_size() const;
+  const Config& config() const;
+
+  class Impl;
+
+ private:
+  class Building {
+   public:
+    explicit Building(Engine& engine);
+    ~Building();
+    void finish();
+
+   private:
+    struct Scope;
+    std::unique_ptr<Scope> scope_;
+  };
+
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace pagoda

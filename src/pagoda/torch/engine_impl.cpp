@@ -1,0 +1,449 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "pagoda/torch/engine_impl.h"
+
+#include <algorithm>
+#include <numeric>
+#include <utility>
+
+#include <ATen/Functions.h>
+#include <ATen/record_function.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/nn/module.h>
+
+#include "pagoda/base/error.h"
+#include "pagoda/base/log.h"
+#include "pagoda/torch/autograd_state.h"
+#include "pagoda/torch/gradient_hook.h"
+#include "pagoda/torch/storage_table.h"
+
+namespace pagoda {
+namespace {
+
+kernels::Dtype dtype_of(const at::Tensor& tensor, const std::string& name) {
+  switch (tensor.scalar_type()) {
+    case at::kFloat:
+      return kernels::Dtype::F32;
+    case at::kBFloat16:
+      return kernels::Dtype::BF16;
+    case at::kHalf:
+      return kernels::Dtype::F16;
+    default:
+      throw UserError(fmt::format("parameter '{}' is {}: fp32, bf16 and fp16 can be trained", name,
+                                  c10::toString(tensor.scalar_type())));
+  }
+}
+
+/// Does the tensor's memory, in order, hold each of its elements once and nothing else.
+bool covers_storage(const at::Tensor& tensor, std::uint64_t elements) {
+  return tensor.storage_offset() == 0 && static_cast<std::uint64_t>(tensor.numel()) == elements &&
+         tensor.is_non_overlapping_and_dense();
+}
+
+}  // namespace
+
+Engine::Impl::Impl(const Config& config, std::shared_ptr<comm::World> world)
+    : runtime_(std::make_unique<engine::Runtime>(config, std::move(world))) {
+  torch::observer::install();
+}
+
+Engine::Impl::~Impl() {
+  for (Parameter& parameter : parameters_) {
+    if (auto alive = parameter.tensor.lock()) {
+      torch::remove_gradient_hook(at::Tensor(std::move(alive)));
+    }
+  }
+  if (std::uncaught_exceptions() > 0 && !runtime_->failed() && runtime_->ranks() > 1) {
+    // The other ranks shall not wait for one that is on its way out.
+    runtime_->fail(std::make_exception_ptr(
+        EngineError(fmt::format("rank {} ended with an exception", runtime_->rank()))));
+  }
+  for (auto& [key, storage] : storages_) torch::StorageTable::instance().erase(*storage);
+  torch::observer::remove();
+  for (auto& [key, storage] : storages_) {
+    if (storage->page() != nullptr) storage->page()->binding = nullptr;
+  }
+  runtime_.reset();
+  storages_.clear();
+}
+
+void Engine::Impl::touch_failed(std::exception_ptr error) noexcept {
+  runtime_->fail(std::move(error));
+}
+
+c10::Device Engine::Impl::device() const {
+  const device::Device& device = runtime_->device();
+  if (device.kind() != device::DeviceKind::Cuda) return c10::Device(c10::kCPU);
+  const std::string& word = runtime_->config().device;
+  const auto colon = word.find(':');
+  return c10::Device(c10::kCUDA,
+                     static_cast<c10::DeviceIndex>(
+                         colon == std::string::npos ? 0 : std::stoi(word.substr(colon + 1))));
+}
+
+std::shared_ptr<device::Stream> Engine::Impl::consumer() {
+  if (runtime_->device().kind() != device::DeviceKind::Cuda) return nullptr;
+  const c10::impl::VirtualGuardImpl guard(c10::kCUDA);
+  void* native = guard.getStream(device()).native_handle();
+  const std::lock_guard lock(stream_mutex_);
+  auto& stream = streams_[native];
+  if (stream == nullptr) stream = runtime_->device().wrap_stream(native, "torch");
+  return stream;
+}
+
+torch::PageStorage* Engine::Impl::find(const at::Tensor& tensor) const {
+  const auto found = storages_.find(tensor.storage().unsafeGetStorageImpl());
+  return found == storages_.end() ? nullptr : found->second.get();
+}
+
+torch::PageStorage& Engine::Impl::adopt(const at::Tensor& tensor, const std::string& name) {
+  sweep();
+  if (torch::PageStorage* known = find(tensor)) return *known;
+  PAGODA_REQUIRE(
+      torch::StorageTable::instance().find(tensor.storage().unsafeGetStorageImpl()) == nullptr,
+      "parameter '{}' belongs to another engine: release it there first", name);
+  const at::DisableRecordFunctionGuard unseen;
+  const Bytes size = tensor.element_size();
+  const Bytes bytes = tensor.storage().nbytes();
+  PAGODA_REQUIRE_EQ(bytes % size, 0U, "the storage of '{}' is no whole number of elements", name);
+  std::string known_as = name.empty() ? fmt::format("parameter {}", births_) : name;
+  ++births_;
+  const bool from_host = tensor.device().is_cpu();
+  if (!from_host) consumer()->synchronize();
+  const auto* data = static_cast<const std::byte*>(tensor.storage().data());
+  pager::Page& page = runtime_->pager().adopt(
+      std::move(known_as), bytes / size, size,
+      pager::parse_placement(runtime_->config().parameters), data,
+      from_host ? device::Direction::HostToHost : device::Direction::DeviceToHost);
+  at::Tensor here = tensor;
+  if (tensor.device() != device()) {
+    // The parameter moves to the engine's device: the same sizes over a storage of its own there.
+    c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, c10::DataPtr(nullptr, device()),
+                         nullptr, false);
+    at::Tensor moved = at::empty({0}, tensor.options().device(device()));
+    moved.unsafeGetTensorImpl()->set_storage_keep_dtype(storage);
+    moved.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides(),
+                                                       tensor.storage_offset());
+    here.set_data(moved);
+  }
+  auto storage = std::make_unique<torch::PageStorage>(here.storage(), runtime_->pager(), *this);
+  torch::PageStorage& out = *storage;
+  out.watch(page);
+  runtime_->pager().set_binding(page, &out);
+  storages_[out.key()] = std::move(storage);
+  torch::StorageTable::instance().insert(out);
+  return out;
+}
+
+/// Forgets storages that have died; the pager has been told by them.
+void Engine::Impl::sweep() {
+  std::erase_if(storages_, [](auto& entry) {
+    if (entry.second->alive()) return false;
+    torch::StorageTable::instance().erase(*entry.second);
+    return true;
+  });
+}
+
+void Engine::Impl::check_trainable(const at::Tensor& tensor, const std::string& name) const {
+  PAGODA_REQUIRE(!tensor.is_sparse() && tensor.layout() == at::kStrided,
+                 "parameter '{}' is sparse: only dense ones can be paged", name);
+  PAGODA_REQUIRE(!tensor.is_complex(), "parameter '{}' is complex: train its real view instead",
+                 name);
+  PAGODA_REQUIRE(tensor.has_storage(),
+                 "parameter '{}' is a tensor subclass without a storage of its own", name);
+}
+
+/// The runs of consecutive elements that a parameter has in its storage, in their order.
+std::vector<optim::Segment> Engine::Impl::segments_of(const at::Tensor& tensor,
+                                                      std::size_t in_page) const {
+  std::vector<optim::Segment> out;
+  if (tensor.numel() == 0) return out;
+  std::vector<std::pair<std::int64_t, std::int64_t>> dims;  // stride, size
+  for (std::int64_t i = 0; i < tensor.dim(); ++i) {
+    if (tensor.size(i) > 1) dims.emplace_back(tensor.stride(i), tensor.size(i));
+  }
+  std::sort(dims.begin(), dims.end());
+  std::uint64_t run = 1;
+  std::size_t inner = 0;
+  while (inner < dims.size() && static_cast<std::uint64_t>(dims[inner].first) == run) {
+    run *= static_cast<std::uint64_t>(dims[inner++].second);
+  }
+  const std::uint64_t runs = static_cast<std::uint64_t>(tensor.numel()) / run;
+  for (std::uint64_t number = 0; number < runs; ++number) {
+    std::uint64_t rest = number;
+    auto begin = static_cast<std::uint64_t>(tensor.storage_offset());
+    for (std::size_t d = inner; d < dims.size(); ++d) {
+      const auto size = static_cast<std::uint64_t>(dims[d].second);
+      begin += rest % size * static_cast<std::uint64_t>(dims[d].first);
+      rest /= size;
+    }
+    out.push_back({{begin, begin + run}, static_cast<std::uint32_t>(in_page), number * run});
+  }
+  return out;
+}
+
+void Engine::Impl::attach(::torch::nn::Module& model, std::vector<ParameterGroup> groups) {
+  runtime_->check();
+  PAGODA_REQUIRE(!groups.empty(), "there is no optimizer");
+  const bool one_for_all = groups.size() == 1 && groups[0].parameters.empty();
+  std::unordered_map<const c10::TensorImpl*, std::uint32_t> group_of;
+  for (std::uint32_t g = 0; g < groups.size(); ++g) {
+    for (const at::Tensor& tensor : groups[g].parameters) {
+      PAGODA_REQUIRE(group_of.emplace(tensor.unsafeGetTensorImpl(), g).second,
+                     "a parameter is in two groups, of which {} is the second", g);
+    }
+  }
+  std::vector<pager::Page*> pages;
+  std::vector<engine::TrainedSpec> specs;
+  std::unordered_map<const pager::Page*, std::size_t> spec_of;
+  std::vector<std::pair<at::Tensor, std::size_t>> trained;  // tensor, spec
+  std::unordered_map<const c10::TensorImpl*, bool> seen;    // tied parameters come once
+  for (const auto& item : model.named_parameters()) {
+    const at::Tensor& tensor = item.value();
+    if (!seen.emplace(tensor.unsafeGetTensorImpl(), true).second) continue;
+    check_trainable(tensor, item.key());
+    torch::PageStorage& storage = adopt(tensor, item.key());
+    pager::Page& page = *storage.page();
+    page.name = item.key();
+    if (std::find(pages.begin(), pages.end(), &page) == pages.end()) pages.push_back(&page);
+    const auto group = group_of.find(tensor.unsafeGetTensorImpl());
+    if (!tensor.requires_grad() || (!one_for_all && group == group_of.end())) continue;
+    const auto [spec, fresh] = spec_of.emplace(&page, specs.size());
+    if (fresh) specs.push_back({&page, dtype_of(tensor, item.key()), {}, {}});
+    engine::TrainedSpec& target = specs[spec->second];
+    PAGODA_REQUIRE(target.dtype == dtype_of(tensor, item.key()),
+                   "parameters of different types share the storage of '{}'", item.key());
+    for (const optim::Segment& segment : segments_of(tensor, target.parameters.size())) {
+      target.segments.push_back(segment);
+    }
+    target.parameters.push_back({static_cast<std::uint32_t>(parameters_.size()),
+                                 one_for_all ? 0 : group->second, 0, false, false});
+    Parameter parameter{c10::weak_intrusive_ptr<c10::TensorImpl>(tensor.getIntrusivePtr()),
+                        item.key(),
+                        &storage,
+                        nullptr,
+                        target.parameters.size() - 1,
+                        nullptr,
+                        0,
+                        0};
+    trained.emplace_back(tensor, spec->second);
+    parameters_.push_back(std::move(parameter));
+  }
+  try {
+    for (engine::TrainedSpec& spec : specs) {
+      std::sort(spec.segments.begin(), spec.segments.end(),
+                [](const auto& a, const auto& b) { return a.range.begin < b.range.begin; });
+      for (std::size_t i = 1; i < spec.segments.size(); ++i) {
+        PAGODA_REQUIRE_GE(spec.segments[i].range.begin, spec.segments[i - 1].range.end,
+                          "two parameters share elements of the storage of '{}': tie them by using "
+                          "one parameter twice",
+                          spec.page->name);
+      }
+    }
+    std::vector<Optimizer> rules;
+    for (const ParameterGroup& group : groups) rules.push_back(group.optimizer);
+    std::vector<const pager::Page*> page_of_spec;
+    for (const auto& spec : specs) page_of_spec.push_back(spec.page);
+    runtime_->attach(pages, std::move(specs), std::move(rules));
+    for (std::size_t i = 0; i < parameters_.size(); ++i) {
+      Parameter& parameter = parameters_[i];
+      parameter.page = runtime_->trained(*parameter.storage->page());
+      of_page_[parameter.storage->page()].push_back(i);
+      parameter.hook = torch::set_gradient_hook(
+          trained[i].first, [this, i](const at::Tensor& tensor) { gradient_ready(i, tensor); });
+    }
+  } catch (...) {
+    parameters_.clear();
+    of_page_.clear();
+    throw;
+  }
+}
+
+void Engine::Impl::backward(const at::Tensor& loss) {
+  runtime_->check();
+  PAGODA_REQUIRE(!parameters_.empty(), "no model is attached: call attach() first");
+  runtime_->reducer().begin();
+  const double scale = runtime_->loss_scale();
+  try {
+    torch::run_backward(scale == 1 ? loss : loss * scale, pass_);
+  } catch (...) {
+    pass_.store(torch::kNoPass);
+    runtime_->check();  // the engine's own error says more than the operator's
+    throw;
+  }
+  pass_.store(torch::kNoPass);
+  end_of_backward();
+  runtime_->reducer().end();
+}
+
+void Engine::Impl::gradient_ready(std::size_t index, const at::Tensor& tensor) {
+  runtime_->check();
+  Parameter& parameter = parameters_[index];
+  if (!tensor.grad().defined()) return;
+  const std::lock_guard lock(gradient_mutex_);
+  ++parameter.fired;
+  const int pass = pass_.load();
+  const bool nested = pass != torch::kNoPass && pass != torch::current_pass();
+  // Inside a checkpoint's own backward the parameter may come again: until it is known how often,
+  // its gradient stays where torch adds to it.
+  const std::size_t expected = parameter.fires != 0 ? parameter.fires : nested ? 0 : 1;
+  if (expected != 0 && parameter.fired == expected) take_gradient(parameter, tensor);
+}
+
+/// Takes p.grad and hands it on, in the layout of the storage.
+void Engine::Impl::take_gradient(Parameter& parameter, const at::Tensor& tensor) {
+  const at::DisableRecordFunctionGuard unseen;
+  at::Tensor grad = tensor.grad();
+  tensor.mutable_grad() = at::Tensor();
+  if (grad.is_sparse()) {
+    throw UserError(
+        fmt::format("parameter '{}' got a sparse gradient: build its embedding with "
+                    "sparse=false",
+                    parameter.name));
+  }
+  grad = grad.detach();
+  optim::TrainedPage& page = *parameter.page;
+  const std::uint64_t elements = page.elements();
+  if (page.parameters.size() == 1 && covers_storage(tensor, elements)) {
+    if (grad.strides() != tensor.strides() || grad.scalar_type() != tensor.scalar_type()) {
+      at::Tensor same = at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options());
+      same.copy_(grad);
+      grad = std::move(same);
+    }
+    push(page, std::move(grad), {true});
+    return;
+  }
+  Partial& partial = partial_[&page];
+  if (!partial.flat.defined()) {
+    partial.flat = at::zeros({static_cast<std::int64_t>(elements)}, tensor.options());
+    partial.present.assign(page.parameters.size(), false);
+  }
+  partial.flat.as_strided(tensor.sizes(), tensor.strides(), tensor.storage_offset()).copy_(grad);
+  partial.present[parameter.in_page] = true;
+  if (std::all_of(partial.present.begin(), partial.present.end(), [](bool p) { return p; })) {
+    Partial whole = std::move(partial);
+    partial_.erase(&page);
+    push(page, std::move(whole.flat), std::move(whole.present));
+  }
+}
+
+void Engine::Impl::push(optim::TrainedPage& page, at::Tensor flat, std::vector<bool> present) {
+  engine::Contribution contribution;
+  contribution.page = &page;
+  contribution.present = std::move(present);
+  contribution.data = static_cast<const std::byte*>(flat.const_data_ptr());
+  if (const auto stream = consumer()) contribution.ready = stream->mark();
+  contribution.keep = std::make_shared<at::Tensor>(std::move(flat));
+  runtime_->contribute(std::move(contribution));
+}
+
+/// What was held back in this pass goes on its way; how often each hook fires is known now.
+void Engine::Impl::end_of_backward() {
+  const std::lock_guard lock(gradient_mutex_);
+  for (Parameter& parameter : parameters_) {
+    if (parameter.fired == 0) continue;
+    if (auto alive = parameter.tensor.lock()) {
+      const at::Tensor tensor(std::move(alive));
+      if (tensor.grad().defined()) take_gradient(parameter, tensor);
+    }
+    parameter.fires = std::exchange(parameter.fired, 0);
+  }
+  auto partial = std::move(partial_);
+  partial_.clear();
+  for (auto& [page, gathered] : partial) {
+    push(*const_cast<optim::TrainedPage*>(page), std::move(gathered.flat),
+         std::move(gathered.present));
+  }
+}
+
+void Engine::Impl::check_hooks() {
+  for (const Parameter& parameter : parameters_) {
+    const auto alive = parameter.tensor.lock();
+    if (alive == nullptr) continue;
+    PAGODA_REQUIRE(
+        torch::hook_of(at::Tensor(alive)) == parameter.hook,
+        "the gradient hook of '{}' was replaced after attach(): its gradient is lost; set "
+        "hooks of your own before attach(), which keeps them",
+        parameter.name);
+  }
+}
+
+StepReport Engine::Impl::step(bool joining) {
+  runtime_->check();
+  end_of_backward();
+  check_hooks();
+  const auto bumped = [this](pager::Page& page) { bump(page); };
+  engine::StepResult result;
+  if (joining) {
+    runtime_->join(bumped);
+  } else {
+    result = runtime_->step(bumped);
+  }
+  return {result.step, result.skipped, result.norm.value_or(-1), result.loss_scale};
+}
+
+void Engine::Impl::bump(pager::Page& page) {
+  const auto found = of_page_.find(&page);
+  if (found == of_page_.end()) return;
+  for (const std::size_t index : found->second) {
+    if (auto alive = parameters_[index].tensor.lock()) {
+      torch::bump_version(at::Tensor(std::move(alive)));
+    }
+  }
+}
+
+at::Tensor Engine::Impl::grad(const at::Tensor& tensor) {
+  torch::PageStorage* storage = find(tensor);
+  PAGODA_REQUIRE(storage != nullptr, "the tensor is no parameter of this engine");
+  end_of_backward();
+  std::vector<float> flat(storage->page()->elements);
+  runtime_->read_gradient(*storage->page(), flat);
+  const at::Tensor all = at::empty({static_cast<std::int64_t>(flat.size())}, at::kFloat);
+  std::copy(flat.begin(), flat.end(), all.mutable_data_ptr<float>());
+  return all.as_strided(tensor.sizes(), tensor.strides(), tensor.storage_offset()).clone();
+}
+
+std::shared_ptr<void> Engine::Impl::pin(const at::Tensor& tensor) {
+  torch::PageStorage* storage = find(tensor);
+  PAGODA_REQUIRE(storage != nullptr, "the tensor is no parameter of this engine");
+  pager::Page* page = storage->page();
+  runtime_->pager().hold(*page, consumer().get());
+  return {nullptr, [this, page](void*) { runtime_->pager().release_hold(*page); }};
+}
+
+void Engine::Impl::release(::torch::nn::Module& model) {
+  runtime_->finish();
+  for (const auto& item : model.named_parameters()) {
+    const at::Tensor& tensor = item.value();
+    torch::PageStorage* storage = find(tensor);
+    if (storage == nullptr) continue;
+    torch::remove_gradient_hook(tensor);
+    pager::Page& page = *storage->page();
+    at::Tensor plain = at::empty({static_cast<std::int64_t>(page.elements)},
+                                 tensor.options().requires_grad(false));
+    {
+      const auto pinned = pin(tensor);
+      const at::DisableRecordFunctionGuard unseen;
+      const at::Tensor all =
+          at::from_blob(tensor.storage().mutable_data(), {static_cast<std::int64_t>(page.elements)},
+                        plain.options());
+      plain.copy_(all);
+      if (const auto stream = consumer()) stream->synchronize();
+    }
+    torch::StorageTable::instance().erase(*storage);
+    runtime_->pager().set_binding(page, nullptr);
+    c10::DataPtr data =
+        plain.storage().unsafeGetStorageImpl()->set_data_ptr(c10::DataPtr(nullptr, plain.device()));
+    storage->give_back(std::move(data));
+  }
+  runtime_->detach();
+  for (const auto& item : model.named_parameters()) {
+    torch::PageStorage* storage = find(item.value());
+    if (storage == nullptr) continue;
+    runtime_->pager().drop(*storage->page());
+    storages_.erase(storage->key());
+  }
+  parameters_.clear();
+  of_page_.clear();
+}
+
+}  // namespace pagoda

@@ -1,0 +1,197 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "pagoda/torch/observer.h"
+
+#include <atomic>
+#include <mutex>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/record_function.h>
+#include <pthread.h>
+
+#include "pagoda/base/error.h"
+#include "pagoda/base/log.h"
+#include "pagoda/pager/pager.h"
+#include "pagoda/torch/autograd_state.h"
+#include "pagoda/torch/birth_scope.h"
+#include "pagoda/torch/operator_traits.h"
+#include "pagoda/torch/page_storage.h"
+#include "pagoda/torch/storage_table.h"
+
+namespace pagoda::torch {
+namespace {
+
+std::atomic<bool> in_child{false};  // after fork: pages are the parent's
+std::atomic<bool> counting{false};
+std::atomic<std::uint64_t> operators_seen{0};
+std::atomic<std::uint64_t> operators_touching{0};
+
+/// What an operator holds between its start and its end, with one engine.
+struct Held {
+  pager::Pager* pager = nullptr;
+  ObserverClient* client = nullptr;
+  std::shared_ptr<device::Stream> consumer;
+  std::vector<pager::Access> accesses;
+};
+
+struct OperatorContext final : at::ObserverContext {
+  std::vector<Held> held;  // one entry, unless an operator mixes engines
+};
+
+void note(PageStorage& storage, bool write, std::vector<Held>& held) {
+  Held* mine = nullptr;
+  for (Held& one : held) {
+    if (one.pager == &storage.pager()) mine = &one;
+  }
+  if (mine == nullptr) {
+    held.push_back({&storage.pager(), &storage.client(), nullptr, {}});
+    mine = &held.back();
+  }
+  for (pager::Access& access : mine->accesses) {
+    if (access.page != storage.page()) continue;
+    access.write = access.write || write;
+    return;
+  }
+  mine->accesses.push_back({storage.page(), write});
+}
+
+void look(const c10::IValue& value, bool write, std::vector<Held>& held) {
+  if (value.isTensor()) {
+    const at::Tensor& tensor = value.toTensor();
+    if (!tensor.defined() || !tensor.has_storage()) return;
+    PageStorage* storage = StorageTable::instance().find(
+        tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
+    if (storage != nullptr) note(*storage, write, held);
+    return;
+  }
+  if (value.isList()) {
+    for (const c10::IValue& element : value.toListRef()) look(element, write, held);
+  } else if (value.isTuple()) {
+    for (const c10::IValue& element : value.toTupleRef().elements()) look(element, write, held);
+  }
+}
+
+/// Whether any input is a page: the question that every operator pays for.
+bool touches_pages(c10::ArrayRef<const c10::IValue> inputs) {
+  const StorageTable& table = StorageTable::instance();
+  for (const c10::IValue& value : inputs) {
+    if (value.isTensor()) {
+      const at::Tensor& tensor = value.toTensor();
+      if (!tensor.defined() || !tensor.has_storage()) continue;
+      if (table.find(tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl()) !=
+          nullptr)
+        return true;
+    } else if (value.isList() || value.isTuple()) {
+      std::vector<Held> held;
+      look(value, false, held);
+      if (!held.empty()) return true;
+    }
+  }
+  return false;
+}
+
+std::uint8_t touch_mode() {
+  return static_cast<std::uint8_t>((at::GradMode::is_enabled() ? 1U : 0U) |
+                                   (in_backward() ? 2U : 0U));
+}
+
+/// The operator will find its pages' storages throwing `why`.
+void poison(const Held& held, const std::string& why) {
+  const auto lock = held.pager->lock();
+  for (const pager::Access& access : held.accesses) {
+    // A page that others have pinned stays as it is; this operator's own are not.
+    if (access.page->pins > 0 || access.page->binding == nullptr) continue;
+    access.page->binding->unbind(why);
+    access.page->bound = false;
+  }
+}
+
+std::unique_ptr<at::ObserverContext> operator_starts(const at::RecordFunction& function) {
+  if (counting.load(std::memory_order_relaxed)) {
+    operators_seen.fetch_add(1, std::memory_order_relaxed);
+  }
+  BirthScope::operator_starts();  // what was made by the last operator may have become a parameter
+  if (StorageTable::instance().empty() || in_child.load(std::memory_order_relaxed)) return nullptr;
+  const auto inputs = function.inputs();
+  if (!touches_pages(inputs)) return nullptr;
+  const OperatorTraits& traits = operator_traits(function);
+  if (traits.needs_no_data) return nullptr;
+  const at::RecordFunctionGuard no_recursion(false);
+  auto context = std::make_unique<OperatorContext>();
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    look(inputs[i], traits.writes_argument(i), context->held);
+  }
+  for (std::size_t i = 0; i < context->held.size(); ++i) {
+    Held& held = context->held[i];
+    try {
+      held.consumer = held.client->consumer();
+      held.pager->touch(held.accesses, touch_mode(), held.consumer.get());
+    } catch (const std::exception& error) {
+      // A callback may not throw: the storage does it, when the kernel asks it for its bytes.
+      const auto* ours = dynamic_cast<const Error*>(&error);
+      poison(held, ours != nullptr ? ours->message() : error.what());
+      held.client->touch_failed(std::current_exception());
+      context->held.resize(i);  // what was pinned before is let go at the end
+      break;
+    }
+  }
+  if (counting.load(std::memory_order_relaxed)) {
+    operators_touching.fetch_add(1, std::memory_order_relaxed);
+  }
+  return context;
+}
+
+void operator_ends(const at::RecordFunction& /*function*/, at::ObserverContext* context) {
+  if (context == nullptr) return;
+  for (const Held& held : static_cast<OperatorContext*>(context)->held) {
+    held.pager->unpin(held.accesses, held.consumer.get());
+  }
+}
+
+void forked() {
+  in_child.store(true);
+  for (PageStorage* storage : StorageTable::instance().all()) {
+    storage->unbind(
+        "this parameter is a page of the parent process: a forked child cannot read it");
+  }
+}
+
+std::mutex install_mutex;
+std::size_t installed = 0;                       // guarded by install_mutex
+std::optional<at::CallbackHandle> installed_as;  // guarded by install_mutex
+
+}  // namespace
+
+namespace observer {
+
+void install() {
+  const std::lock_guard lock(install_mutex);
+  static const bool watches_fork = pthread_atfork(nullptr, nullptr, &forked) == 0;
+  if (!watches_fork) log::warn("torch", "fork cannot be watched: children must not touch pages");
+  if (installed++ > 0) return;
+  installed_as = at::addGlobalCallback(at::RecordFunctionCallback(&operator_starts, &operator_ends)
+                                           .needsInputs(true)
+                                           .scopes({at::RecordScope::FUNCTION}));
+}
+
+void remove() {
+  const std::lock_guard lock(install_mutex);
+  if (--installed > 0 || !installed_as) return;
+  at::removeCallback(*installed_as);
+  installed_as.reset();
+}
+
+void count(bool on) {
+  counting.store(on, std::memory_order_relaxed);
+}
+
+Counts counts() {
+  return {operators_seen.load(), operators_touching.load()};
+}
+
+}  // namespace observer
+
+}  // namespace pagoda::torch

@@ -1,0 +1,91 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "pagoda/torch/operator_traits.h"
+
+#include <array>
+#include <string_view>
+#include <unordered_map>
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/record_function.h>
+
+namespace pagoda::torch {
+namespace {
+
+// Operators that look at sizes and options of a tensor, not at its bytes.
+constexpr std::array<std::string_view, 22> kShapeOnly = {"aten::empty_like",
+                                                         "aten::zeros_like",
+                                                         "aten::ones_like",
+                                                         "aten::full_like",
+                                                         "aten::rand_like",
+                                                         "aten::randn_like",
+                                                         "aten::randint_like",
+                                                         "aten::new_empty",
+                                                         "aten::new_empty_strided",
+                                                         "aten::new_zeros",
+                                                         "aten::new_ones",
+                                                         "aten::new_full",
+                                                         "aten::is_same_size",
+                                                         "aten::size",
+                                                         "aten::stride",
+                                                         "aten::sym_size",
+                                                         "aten::sym_stride",
+                                                         "aten::sym_numel",
+                                                         "aten::sym_storage_offset",
+                                                         "aten::_has_same_storage_numel",
+                                                         "aten::_has_compatible_shallow_copy_type",
+                                                         "aten::requires_grad_"};
+
+bool is_shape_only(std::string_view name) {
+  for (const std::string_view known : kShapeOnly) {
+    if (name == known) return true;
+  }
+  return false;
+}
+
+/// All results alias inputs and nothing is written: only sizes and strides change.
+bool is_view(const c10::FunctionSchema& schema) {
+  if (schema.returns().empty()) return false;
+  for (const auto& result : schema.returns()) {
+    const auto* alias = result.alias_info();
+    if (alias == nullptr || alias->isWrite()) return false;
+  }
+  return true;
+}
+
+OperatorTraits learn(const at::RecordFunction& function) {
+  OperatorTraits traits;
+  const auto name = function.operator_name();
+  if (!name) return traits;
+  traits.needs_no_data = is_shape_only(name->name);
+  const auto found = c10::Dispatcher::singleton().findSchema(*name);
+  if (!found) return traits;
+  const c10::FunctionSchema& schema = found->schema();
+  traits.needs_no_data =
+      traits.needs_no_data || is_view(schema) ||
+      found->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
+  for (std::size_t i = 0; i < schema.arguments().size(); ++i) {
+    const auto* alias = schema.arguments()[i].alias_info();
+    if (alias != nullptr && alias->isWrite())
+      traits.writes |= std::uint64_t{1} << (i < 63 ? i : 63);
+  }
+  return traits;
+}
+
+struct Known {
+  std::string name;
+  OperatorTraits traits;
+};
+
+}  // namespace
+
+const OperatorTraits& operator_traits(const at::RecordFunction& function) {
+  // Every overload's schema has its own name string: its address tells overloads apart. An operator
+  // that is unregistered may leave its address to another, so the text is compared, too.
+  thread_local std::unordered_map<const char*, Known> known;
+  const char* name = function.name();
+  const auto found = known.find(name);
+  if (found != known.end() && found->second.name == name) return found->second.traits;
+  return (known[name] = {name, learn(function)}).traits;
+}
+
+}  // namespace pagoda::torch

@@ -1,0 +1,89 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "pagoda/torch/page_storage.h"
+
+#include <utility>
+
+#include <c10/core/StorageImpl.h>
+
+namespace pagoda::torch {
+namespace {
+
+// torch can make a storage throw on access but has no public way back: an explicit instantiation
+// may name the private member.
+template <bool c10::StorageImpl::*Member>
+struct OpenThrowFlag {
+  friend bool& throw_flag(c10::StorageImpl& storage) { return storage.*Member; }
+};
+bool& throw_flag(c10::StorageImpl& storage);
+template struct OpenThrowFlag<&c10::StorageImpl::throw_on_immutable_data_ptr_>;
+
+}  // namespace
+
+/// The context of the storage's data pointer. Torch deletes it when the storage dies.
+struct PageStorage::Tie {
+  pager::Pager* pager;
+  pager::Page* page;
+
+  static void died(void* context) {
+    auto* tie = static_cast<Tie*>(context);
+    tie->pager->storage_died(*tie->page);
+  }
+};
+
+PageStorage::PageStorage(const c10::Storage& storage, pager::Pager& pager, ObserverClient& client)
+    : pager_(pager),
+      client_(client),
+      storage_(storage.getWeakStorageImpl()),
+      key_(storage.unsafeGetStorageImpl()),
+      device_(storage.device()) {}
+
+PageStorage::~PageStorage() {
+  if (tie_ == nullptr) return;
+  const auto storage = storage_.lock();
+  if (storage == nullptr) return;
+  (void)storage->_mutable_data_ptr_no_checks().release_context();
+  storage->set_data_ptr_noswap(c10::DataPtr(nullptr, device_));
+  storage->release_data_and_set_meta_custom_data_ptr_error_msg_(
+      "this parameter's page went with its engine; engine.release() gives plain tensors back");
+}
+
+void PageStorage::watch(pager::Page& page) {
+  page_ = &page;
+  tie_ = std::make_unique<Tie>(Tie{&pager_, &page});
+}
+
+/// Points the storage at `data`. What it pointed at before is freed, unless that was ours.
+void PageStorage::set(std::byte* data, bool tied) noexcept {
+  const auto storage = storage_.lock();
+  if (storage == nullptr) return;
+  c10::DataPtr& now = storage->_mutable_data_ptr_no_checks();
+  if (now.get_deleter() == &Tie::died) (void)now.release_context();
+  storage->set_data_ptr_noswap(tied ? c10::DataPtr(data, tie_.get(), &Tie::died, device_)
+                                    : c10::DataPtr(data, device_));
+}
+
+void PageStorage::bind(std::byte* data) noexcept {
+  const auto storage = storage_.lock();
+  if (storage == nullptr) return;
+  throw_flag(*storage) = false;
+  set(data, true);
+}
+
+void PageStorage::unbind(const std::string& why) noexcept {
+  const auto storage = storage_.lock();
+  if (storage == nullptr) return;
+  set(nullptr, tie_ != nullptr);
+  storage->release_data_and_set_meta_custom_data_ptr_error_msg_(why);
+}
+
+void PageStorage::give_back(c10::DataPtr data) {
+  const auto storage = storage_.lock();
+  if (storage == nullptr) return;
+  c10::DataPtr& now = storage->_mutable_data_ptr_no_checks();
+  if (now.get_deleter() == &Tie::died) (void)now.release_context();
+  throw_flag(*storage) = false;
+  storage->set_data_ptr_noswap(std::move(data));
+  tie_.reset();
+}
+
+}  // namespace pagoda::torch

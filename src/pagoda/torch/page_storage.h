@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include <c10/core/Device.h>
+#include <c10/core/Storage.h>
+#include <c10/util/intrusive_ptr.h>
+
+#include "pagoda/pager/page.h"
+#include "pagoda/pager/pager.h"
+
+namespace pagoda::torch {
+
+class ObserverClient;
+
+/// A torch storage whose bytes are a page: pointed at them while they are on the device, throwing
+/// on every access while they are not. Views and tensors saved for backward share the storage, so
+/// they all follow.
+///
+/// Called by the pager, under its lock. When the storage dies, wherever that is, the pager is told.
+class PageStorage final : public pager::Binding {
+ public:
+  PageStorage(const c10::Storage& storage, pager::Pager& pager, ObserverClient& client);
+  /// The storage, if it still lives, throws from now on: give it its own bytes first if it shall
+  /// not.
+  ~PageStorage() override;
+
+  /// After the page exists: from now on the storage's death is the page's.
+  void watch(pager::Page& page);
+  void bind(std::byte* data) noexcept override;
+  void unbind(const std::string& why) noexcept override;
+  /// The storage becomes a plain one that owns `data`, and is no page any more.
+  void give_back(c10::DataPtr data);
+
+  c10::StorageImpl* key() const noexcept { return key_; }
+  bool alive() const noexcept { return !storage_.expired(); }
+  pager::Page* page() const noexcept { return page_; }
+  pager::Pager& pager() const noexcept { return pager_; }
+  ObserverClient& client() const noexcept { return client_; }
+
+ private:
+  struct Tie;
+
+  void set(std::byte* data, bool tied) noexcept;
+
+  pager::Pager& pager_;
+  ObserverClient& client_;
+  c10::weak_intrusive_ptr<c10::StorageImpl> storage_;  // weak: keeps the address from being reused
+  c10::StorageImpl* const key_;
+  const c10::Device device_;
+  pager::Page* page_ = nullptr;
+  std::unique_ptr<Tie> tie_;
+};
+
+}  // namespace pagoda::torch
