@@ -1,0 +1,30 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <optional>
+
+#include "pagoda/base/bytes.h"
+
+namespace tiny_gpt {
+
+/// What the command line says.
+struct Flags {
+  std::int64_t steps = 0;  ///< 0: until the time is over
+  double seconds = 120;
+  std::int64_t batch = 4;
+  std::int64_t sequence = 128;
+  double lr = 1e-3;
+  std::uint64_t seed = 1;
+  std::filesystem::path directory = ".";  ///< of the swap files
+  std::optional<pagoda::Bytes> device_budget = {}, host_budget = {};
+  std::filesystem::path text = {};  ///< empty: the usual places
+  std::int64_t sample = 300;        ///< bytes to write at the end
+};
+
+/// Reads the command line. Throws UserError, whose message is one line, for flags or values that
+/// make no sense; returns nothing after it has printed the help that was asked for.
+std::optional<Flags> parse_flags(int argc, const char* const* argv);
+
+}  // namespace tiny_gpt
