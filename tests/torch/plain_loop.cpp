@@ -41,8 +41,9 @@ struct State {
   std::size_t count = 0;
   std::vector<float> master;
   Numbers momentum, variance;
-  Numbers gradient;      // accumulated over the micro-batches of a step
-  bool used = false;     // in this step
+  Numbers gradient;   // accumulated over the micro-batches of a step
+  bool used = false;  // in this step
+  std::uint64_t updates = 0;
   std::vector<float> s;  // the sum over ranks of this micro-batch
   bool used_now = false;
 
@@ -171,7 +172,6 @@ Trained plain_loop(::torch::nn::Module& module, const Training& training,
   Trained out;
   double scale = training.loss_scale ? training.loss_scale->initial : 1;
   int without_overflow = 0;
-  std::uint64_t number = 0;
   for (int step = 0; step < training.steps; ++step) {
     std::vector<std::uint32_t>& losses = out.losses.emplace_back();
     for (State& state : states) state.used = false;
@@ -206,11 +206,11 @@ Trained plain_loop(::torch::nn::Module& module, const Training& training,
     if (skip) {
       ++out.skipped;
     } else {
-      ++number;
       const at::NoGradGuard no_grad;
       for (std::size_t i = 0; i < states.size(); ++i) {
         if (!states[i].used) continue;
-        update(states[i], training, {number, grad_scale, update_seed(i, training.update_seed)});
+        update(states[i], training,
+               {++states[i].updates, grad_scale, update_seed(i, training.update_seed)});
       }
     }
     if (watch) watch(step);

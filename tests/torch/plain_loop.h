@@ -66,7 +66,8 @@ std::uint64_t update_seed(std::uint64_t index, std::uint64_t seed) noexcept;
 /// doubles after `growth_window` steps in a row without one. The norm is
 /// sqrt(Σ sum_of_squares(a)) ÷ scale, added in double in the order of registration; where clip ÷
 /// (norm + 1e-6) is below 1, it multiplies the gradients, together with 1 ÷ scale, as
-/// Step::grad_scale. Step::number counts the steps that were not skipped, from 1.
+/// Step::grad_scale. Step::number counts the updates of the parameter, from 1, as
+/// torch does.
 ///
 /// The master is fp32: a copy, or the fp32 parameter itself. The elements of a parameter are
 /// numbered in the order in which they lie in memory (this matters to stochastic rounding and to

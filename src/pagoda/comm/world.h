@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <optional>
 #include <string>
@@ -32,8 +33,13 @@ class World {
   virtual void put(std::string_view key, std::string_view value) = 0;
   /// What the board has under `key` now.
   virtual std::optional<std::string> get(std::string_view key) = 0;
+  /// 0, 1, 2, …: for names on the board. Ranks that ask in the same order get the same numbers.
+  unsigned next_number() noexcept { return next_number_.fetch_add(1); }
   /// The rank whose process holds the board, and takes it along when it dies; -1 if none does.
   virtual int board_rank() const noexcept { return -1; }
+
+ private:
+  std::atomic<unsigned> next_number_ = 0;
 };
 
 }  // namespace pagoda::comm

@@ -114,6 +114,7 @@ Runtime::Runtime(const Config& config, std::shared_ptr<comm::World> world)
   sums.staging = config_.staging;
   gradients_ = std::make_unique<optim::Gradients>(*tiers_, *pool_, sums);
 
+  number_ = world_->next_number();
   if (!alone()) {
     control_ = world_->make_group("control");
     reduce_group_ = world_->make_group("gradients");
@@ -129,6 +130,7 @@ Runtime::Runtime(const Config& config, std::shared_ptr<comm::World> world)
       return part_updated(page, version);
     });
     comm::Watch::Options watch;
+    watch.name = fmt::format("engine {}", number_);
     watch.timeout = std::chrono::duration_cast<decltype(watch.timeout)>(
         std::chrono::duration<double>(config_.timeout));
     watch.interval = std::chrono::duration_cast<decltype(watch.interval)>(
@@ -146,6 +148,7 @@ Runtime::Runtime(const Config& config, std::shared_ptr<comm::World> world)
 Runtime::~Runtime() {
   // Whoever waits is woken, and nobody starts anything; then the threads end, users first.
   const auto ended = std::make_exception_ptr(EngineError("the engine has ended"));
+  linger();
   if (watch_ != nullptr) watch_->leave();
   updater_->fail(ended);
   reducer_->fail(ended);
@@ -163,6 +166,23 @@ Runtime::~Runtime() {
   pager_->set_foresight(nullptr);
   trained_.clear();
   pager_.reset();
+}
+
+void Runtime::linger() noexcept {
+  if (alone() || failed()) return;
+  constexpr auto kLook = std::chrono::milliseconds(2);
+  const Stopwatch watch;
+  try {
+    const auto key = [&](int rank) { return fmt::format("engine {} ends {}", number_, rank); };
+    world_->put(key(world_->rank()), "1");
+    for (int rank = 0; rank < world_->size(); ++rank) {
+      while (!world_->get(key(rank)) && !failed() && watch.seconds() < config_.timeout) {
+        std::this_thread::sleep_for(kLook);
+      }
+    }
+  } catch (const std::exception& error) {  // the board is gone: so are the others
+    log::debug("engine", "did not wait for the other ranks to end", {{"cause", error.what()}});
+  }
 }
 
 void Runtime::check() const {

@@ -53,7 +53,8 @@ class Runtime {
   Runtime(const Config& config, std::shared_ptr<comm::World> world);
   Runtime(const Runtime&) = delete;
   Runtime& operator=(const Runtime&) = delete;
-  /// Starts no collective and does not throw: what is still owed is dropped.
+  /// Starts no collective and does not throw: what is still owed is dropped. Other ranks may still
+  /// read this one's slices, so it waits for them to end, too, unless something has failed.
   ~Runtime();
 
   const Config& config() const noexcept { return config_; }
@@ -108,6 +109,7 @@ class Runtime {
   StepResult step_together(bool leaving, bool& all_leaving,
                            const std::function<void(pager::Page&)>& bumped);
   void settle();
+  void linger() noexcept;
   void publish_writes(bool any_rank);
   std::vector<double> gather_squares();
   double total_norm(const std::vector<double>& squares) const;
@@ -141,6 +143,7 @@ class Runtime {
   std::vector<Optimizer> groups_;
   optim::LossScale scale_;
   std::uint64_t steps_ = 0;
+  unsigned number_ = 0;  // of this engine, among those of its world
 
   std::mutex completions_mutex_;
   std::condition_variable completed_;

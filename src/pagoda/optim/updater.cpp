@@ -10,6 +10,7 @@
 #include "pagoda/base/trace.h"
 #include "pagoda/kernels/cast.h"
 #include "pagoda/kernels/master_split.h"
+#include "pagoda/kernels/rounding_counter.h"
 
 namespace pagoda::optim {
 namespace {
@@ -22,10 +23,7 @@ using pager::Tier;
 
 /// Different parameters round with different noise.
 std::uint64_t rounding_seed(std::uint64_t seed, std::uint32_t parameter) {
-  std::uint64_t x = seed + 0x9E3779B97F4A7C15U * (std::uint64_t{parameter} + 1);
-  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9U;
-  x = (x ^ (x >> 27)) * 0x94D049BB133111EBU;
-  return x ^ (x >> 31);
+  return kernels::mix64(kernels::mix64(seed) ^ parameter);
 }
 
 }  // namespace

@@ -200,6 +200,7 @@ void Engine::Impl::attach(::torch::nn::Module& model, std::vector<ParameterGroup
   for (const auto& item : model.named_parameters()) {
     const at::Tensor& tensor = item.value();
     if (!seen.emplace(tensor.unsafeGetTensorImpl(), true).second) continue;
+    const auto index = static_cast<std::uint32_t>(seen.size() - 1);
     check_trainable(tensor, item.key());
     torch::PageStorage& storage = adopt(tensor, item.key());
     pager::Page& page = *storage.page();
@@ -215,8 +216,7 @@ void Engine::Impl::attach(::torch::nn::Module& model, std::vector<ParameterGroup
     for (const optim::Segment& segment : segments_of(tensor, target.parameters.size())) {
       target.segments.push_back(segment);
     }
-    target.parameters.push_back({static_cast<std::uint32_t>(parameters_.size()),
-                                 one_for_all ? 0 : group->second, 0, false, false});
+    target.parameters.push_back({index, one_for_all ? 0 : group->second, 0, false, false});
     Parameter parameter{c10::weak_intrusive_ptr<c10::TensorImpl>(tensor.getIntrusivePtr()),
                         item.key(),
                         &storage,

@@ -269,9 +269,15 @@ TEST_P(GroupTest, AbortEndsWhatIsBlockedAndWhatComesLater) {
       expect_aborted(call, what);
     });
   };
-  blocked("recv_any", [&] { std::vector<std::byte> in(8); group.recv_any(1, in); });
+  blocked("recv_any", [&] {
+    std::vector<std::byte> in(8);
+    group.recv_any(1, in);
+  });
   if (ranks() > 1) {
-    blocked("recv", [&] { std::vector<std::byte> in(8); group.recv(1, 2, in); });
+    blocked("recv", [&] {
+      std::vector<std::byte> in(8);
+      group.recv(1, 2, in);
+    });
     blocked("send", [&] { group.send(1, 3, data); });
     blocked("barrier", [&] { group.barrier(); });
   }

@@ -10,8 +10,8 @@
 namespace pagoda::comm {
 namespace {
 
-using ::testing::HasSubstr;
 using std::chrono::milliseconds;
+using ::testing::HasSubstr;
 
 struct Report {
   int rank = -2;
@@ -150,7 +150,9 @@ TEST(WatchOfALostBoard, NamesTheRankThatHeldIt) {
   BoardlessWorld world;
   std::promise<Report> promise;
   Watch watch(world, {.interval = milliseconds(5), .timeout = std::chrono::hours(1)},
-              [&](int rank, std::string reason) { promise.set_value({rank, std::move(reason)}); });
+              [&](int rank, std::string reason) {
+                promise.set_value({rank, std::move(reason)});
+              });
   const Report report = promise.get_future().get();
   EXPECT_EQ(report.rank, 0);
   EXPECT_THAT(report.reason, AllOf(HasSubstr("rank 0 is gone"), HasSubstr("connection reset")));

@@ -69,9 +69,8 @@ class OnWorlds : public ::testing::TestWithParam<WorldCase> {
 
   Groups make_groups(const std::string& name) {
     Groups groups(worlds_.size());
-    on_ranks(ranks(), [&](int r) {
-      groups[static_cast<std::size_t>(r)] = world(r).make_group(name);
-    });
+    on_ranks(ranks(),
+             [&](int r) { groups[static_cast<std::size_t>(r)] = world(r).make_group(name); });
     return groups;
   }
 
