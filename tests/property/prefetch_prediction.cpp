@@ -13,6 +13,14 @@ namespace {
 
 using Touches = std::vector<Touch>;
 
+#ifdef __SANITIZE_THREAD__
+constexpr int kPeriods = 15;  // values are looked at here, and no thread is
+constexpr std::uint32_t kPrograms = 1;
+#else
+constexpr int kPeriods = 80;
+constexpr std::uint32_t kPrograms = 5;
+#endif
+
 std::uint64_t surprises(const Predictor& predictor) {
   return predictor.stats().misses + predictor.stats().unknown;
 }
@@ -34,7 +42,7 @@ TEST(PrefetchPrediction, AnyPeriodIsForeseenAfterTwo) {
   std::mt19937 random(1);
   Predictor::Options options;
   options.horizon = 700;
-  for (int round = 0; round < 80; ++round) {
+  for (int round = 0; round < kPeriods; ++round) {
     const std::size_t length = 3 + random() % 600;
     const PageId pages = static_cast<PageId>(5 + length / (2 + random() % 20));
     const Touches period = random_period(random, length, pages);
@@ -116,7 +124,7 @@ class Program {
 };
 
 TEST(PrefetchPrediction, PhasesInAnyOrderStayForeseen) {
-  for (std::uint32_t seed = 0; seed < 5; ++seed) {
+  for (std::uint32_t seed = 0; seed < kPrograms; ++seed) {
     Program program(seed);
     Predictor predictor;
     Nanos now = 0;

@@ -43,15 +43,16 @@ struct RankResult {
 RankResult run_rank(const Options& options, const Training& training, pagoda::Config config,
                     const std::shared_ptr<pagoda::comm::World>& world, Backward how) {
   use_one_torch_thread();
-  config.accumulation = static_cast<std::uint64_t>(training.micro_batches);
+  config.accumulation = static_cast<unsigned>(training.micro_batches);
   config.clip = training.clip.value_or(0);
-  config.moments = training.moments == Dtype::BF16 ? "bf16" : "fp32";
-  if (training.accumulation == Dtype::F32) config.gradient_dtype = "fp32";
+  config.moments = training.moments == Dtype::BF16 ? pagoda::MomentType::Bf16
+                                                     : pagoda::MomentType::Fp32;
+  if (training.accumulation == Dtype::F32) config.gradient_dtype = pagoda::GradientType::Fp32;
   config.seed = training.update_seed;
   if (training.loss_scale) {
-    config.loss_scale = "dynamic";
+    config.loss_scale.kind = pagoda::LossScale::Kind::Dynamic;
     config.loss_scale_initial = training.loss_scale->initial;
-    config.loss_scale_window = static_cast<std::uint64_t>(training.loss_scale->growth_window);
+    config.loss_scale_window = static_cast<unsigned>(training.loss_scale->growth_window);
   }
   RankResult out;
   pagoda::Engine engine(config, world);

@@ -6,6 +6,7 @@
 #include "pagoda/base/error.h"
 #include "pagoda/base/log.h"
 #include "pagoda/base/trace.h"
+#include "pagoda/engine/backend.h"
 #include "pagoda/engine/runtime.h"
 #include "pagoda/io/checksum.h"
 
@@ -14,7 +15,7 @@ namespace {
 
 using optim::TrainedPage;
 using pager::Page;
-using pager::Placement;
+using PagerPlacement = pager::Placement;
 using pager::Range;
 using pager::Tier;
 
@@ -22,7 +23,7 @@ using pager::Tier;
 struct Need {
   std::string_view state;
   Bytes bytes;
-  Placement placement;
+  PagerPlacement placement;
 };
 
 /// Fills the tiers from the top, as allocation will; throws where something stays over.
@@ -35,9 +36,9 @@ void fit(const std::vector<Need>& needs, Bytes host, Bytes nvme, bool has_nvme) 
   for (const Need& need : needs) {
     list += fmt::format("{}{} {} ({})", list.empty() ? "" : ", ", need.state,
                         format_bytes(need.bytes), pager::name(need.placement));
-    if (need.placement == Placement::Device) continue;
+    if (need.placement == PagerPlacement::Device) continue;
     Bytes rest = need.bytes;
-    if (need.placement != Placement::Nvme) {
+    if (need.placement != PagerPlacement::Nvme) {
       const Bytes here = std::min(rest, host);
       host -= here;
       rest -= here;
@@ -74,7 +75,7 @@ void Runtime::attach(const std::vector<Page*>& pages, std::vector<TrainedSpec> s
       page->page = spec.page;
       page->number = static_cast<std::uint32_t>(trained_.size());
       page->dtype = spec.dtype;
-      page->gradient_dtype = config_.gradient_dtype == "fp32" ? kernels::Dtype::F32 : spec.dtype;
+      page->gradient_dtype = config_.gradient_dtype == GradientType::Fp32 ? kernels::Dtype::F32 : spec.dtype;
       page->segments = std::move(spec.segments);
       page->parameters = std::move(spec.parameters);
       page->reduced = pager_->slice_of(*spec.page);
@@ -90,10 +91,10 @@ void Runtime::attach(const std::vector<Page*>& pages, std::vector<TrainedSpec> s
       const Optimizer& rule = groups_[page->parameters[0].group];
       const optim::StateLayout layout = updater_->layout(*page, rule);
       page->gradient =
-          tiers_->allocate(page->gradient_bytes(), pager::parse_placement(config_.gradients),
+          tiers_->allocate(page->gradient_bytes(), pager_placement(config_.gradients),
                            pager::tag::kGradients, page->page->name);
       page->state = tiers_->allocate(layout.bytes(page->updated.size()),
-                                     pager::parse_placement(config_.optimizer),
+                                     pager_placement(config_.optimizer),
                                      pager::tag::kOptimizer, page->page->name);
       updater_->add(*page, rule);
     }
@@ -155,9 +156,9 @@ void Runtime::check_fit(const std::vector<Page*>& pages) {
         "device_budget",
         largest->name, format_bytes(largest->bytes()), format_bytes(arena.capacity)));
   }
-  fit({{"parameters", parameters, pager::parse_placement(config_.parameters)},
-       {"gradients", gradients, pager::parse_placement(config_.gradients)},
-       {"optimizer", states, pager::parse_placement(config_.optimizer)}},
+  fit({{"parameters", parameters, pager_placement(config_.parameters)},
+       {"gradients", gradients, pager_placement(config_.gradients)},
+       {"optimizer", states, pager_placement(config_.optimizer)}},
       tiers_->budget(Tier::Host).available() + held, tiers_->budget(Tier::Nvme).available(),
       tiers_->swap() != nullptr);
 }
@@ -200,7 +201,7 @@ void Runtime::check_equal_on_all_ranks(const std::vector<Page*>& pages) {
 }
 
 void Runtime::place(const std::vector<Page*>& pages) {
-  const Placement wanted = pager::parse_placement(config_.parameters);
+  const PagerPlacement wanted = pager_placement(config_.parameters);
   if (config_.zero == 3 && !alone()) {
     for (Page* page : pages) pager_->set_home_range(*page, pager_->slice_of(*page), wanted);
     return;
@@ -208,11 +209,11 @@ void Runtime::place(const std::vector<Page*>& pages) {
   Bytes all = 0;
   for (const Page* page : pages) all += align_up(page->bytes(), 512);
   const bool fits = all <= tiers_->arena().stats().capacity;
-  PAGODA_REQUIRE(fits || wanted != Placement::Device,
+  PAGODA_REQUIRE(fits || wanted != PagerPlacement::Device,
                  "parameters on the device need {} and the device budget has {} for pages; raise "
                  "device_budget or place them on the host",
                  format_bytes(all), format_bytes(tiers_->arena().stats().capacity));
-  if (wanted != Placement::Device && !(wanted == Placement::Auto && fits)) return;
+  if (wanted != PagerPlacement::Device && !(wanted == PagerPlacement::Auto && fits)) return;
   for (Page* page : pages) pager_->evict(*page);
   for (Page* page : pages) pager_->fix(*page);
 }

@@ -35,16 +35,6 @@ Bytes free_space(const std::vector<std::string>& directories) {
   return sum;
 }
 
-io::Direct direct(const std::string& word) {
-  return word == "on" ? io::Direct::On : word == "off" ? io::Direct::Off : io::Direct::Auto;
-}
-
-io::EngineChoice engine_choice(const std::string& word) {
-  return word == "uring"   ? io::EngineChoice::Uring
-         : word == "posix" ? io::EngineChoice::Posix
-                           : io::EngineChoice::Auto;
-}
-
 }  // namespace
 
 std::shared_ptr<device::Device> make_device(const Config& config) {
@@ -62,6 +52,20 @@ std::shared_ptr<device::Device> make_device(const Config& config) {
     options.index = std::stoi(config.device.substr(colon + 1));
   }
   return device::cuda::make_device(options);
+}
+
+pager::Placement pager_placement(Placement placement) {
+  switch (placement) {
+    case Placement::Auto:
+      return pager::Placement::Auto;
+    case Placement::Device:
+      return pager::Placement::Device;
+    case Placement::Host:
+      return pager::Placement::Host;
+    case Placement::Nvme:
+      return pager::Placement::Nvme;
+  }
+  return pager::Placement::Auto;
 }
 
 pager::Tiers::Options tiers_options(const Config& config,
@@ -82,8 +86,8 @@ pager::Tiers::Options tiers_options(const Config& config,
         config.nvme_budget != 0 ? config.nvme_budget : free_space(config.nvme) / 2;
   }
   options.swap.checksums = config.checksums;
-  options.swap.direct = direct(config.direct);
-  options.swap.engine = engine_choice(config.io_engine);
+  options.swap.direct = config.direct;
+  options.swap.engine = config.io_engine;
   options.swap.faults = config.faults;
   return options;
 }

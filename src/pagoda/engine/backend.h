@@ -12,6 +12,9 @@ namespace pagoda::engine {
 /// The device that the configuration names; "auto" is a GPU where there is one.
 std::shared_ptr<device::Device> make_device(const Config& config);
 
+/// The configuration's word for a place, as the pager says it.
+pager::Placement pager_placement(Placement placement);
+
 /// Budgets and swap space of one of `ranks` ranks, with what the configuration leaves open filled
 /// in.
 pager::Tiers::Options tiers_options(const Config& config,

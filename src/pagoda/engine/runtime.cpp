@@ -52,9 +52,10 @@ std::string message_of(const std::exception_ptr& error) {
 
 optim::LossScale::Options loss_scale_options(const Config& config) {
   optim::LossScale::Options options;
-  if (config.loss_scale == "none") return options;
-  options.dynamic = config.loss_scale == "dynamic";
-  options.initial = options.dynamic ? config.loss_scale_initial : std::stod(config.loss_scale);
+  if (config.loss_scale.kind == LossScale::Kind::None) return options;
+  options.dynamic = config.loss_scale.kind == LossScale::Kind::Dynamic;
+  options.initial = options.dynamic ? config.loss_scale_initial : config.loss_scale.value;
+  options.smallest = config.loss_scale_minimum;
   options.window = config.loss_scale_window;
   return options;
 }
@@ -85,7 +86,7 @@ Runtime::Runtime(const Config& config, std::shared_ptr<comm::World> world)
   device_ = make_device(config_);
   tiers_ = std::make_unique<pager::Tiers>(tiers_options(config_, device_, world_->size()));
   pager::Pager::Options pages;
-  pages.fetch_threads = static_cast<unsigned>(config_.fetch_threads);
+  pages.fetch_threads = config_.fetch_threads;
   pages.staging = config_.staging;
   pages.rank = world_->rank();
   pages.slicing = {world_->size()};
@@ -98,19 +99,19 @@ Runtime::Runtime(const Config& config, std::shared_ptr<comm::World> world)
                                   : std::max(1U, std::thread::hardware_concurrency());
   pool_ = std::make_unique<ThreadPool>(threads, "update");
   optim::Updater::Options updates;
-  updates.master16 = config_.master == "split" ? optim::StateLayout::Master::Split
+  updates.master16 = config_.master == Master::Split ? optim::StateLayout::Master::Split
                                                : optim::StateLayout::Master::Whole;
-  updates.moments = config_.moments == "bf16" ? kernels::Dtype::BF16 : kernels::Dtype::F32;
-  updates.chunk = config_.update_chunk;
-  updates.buffers = static_cast<unsigned>(config_.update_buffers);
+  updates.moments = config_.moments == MomentType::Bf16 ? kernels::Dtype::BF16 : kernels::Dtype::F32;
+  updates.chunk = align_up(config_.update_chunk / sizeof(float), pager::Slicing::kBlock);
+  updates.buffers = config_.update_buffers;
   updates.seed = config_.seed;
   updates.on_failure = [this](std::exception_ptr error) { fail(std::move(error)); };
   updater_ = std::make_unique<optim::Updater>(*pager_, *pool_, updates);
   pager_->set_debts(updater_.get());
 
   optim::Gradients::Options sums;
-  sums.scale = config_.reduction == "sum" ? 1.0F : 1.0F / static_cast<float>(world_->size());
-  sums.squares = config_.clip > 0 || config_.loss_scale != "none";
+  sums.scale = config_.reduction == Reduction::Sum ? 1.0F : 1.0F / static_cast<float>(world_->size());
+  sums.squares = config_.clip > 0 || scales_loss();
   sums.staging = config_.staging;
   gradients_ = std::make_unique<optim::Gradients>(*tiers_, *pool_, sums);
 
@@ -280,7 +281,7 @@ StepResult Runtime::step_together(bool leaving, bool& all_leaving,
     StepResult result;
     double factor = 1 / scale_.scale();
     bool finite = true;
-    if (config_.clip > 0 || config_.loss_scale != "none") {
+    if (config_.clip > 0 || scales_loss()) {
       const double norm = total_norm(gather_squares()) / scale_.scale();
       finite = std::isfinite(norm);
       result.norm = norm;
@@ -289,8 +290,8 @@ StepResult Runtime::step_together(bool leaving, bool& all_leaving,
         if (clipping < 1) factor *= clipping;
       }
     }
-    const bool skips = config_.loss_scale != "none" && !finite;
-    if (config_.loss_scale != "none" && !pages.empty()) scale_.step(finite);
+    const bool skips = scales_loss() && !finite;
+    if (scales_loss() && !pages.empty()) scale_.step(finite);
     result.loss_scale = scale_.scale();
     result.skipped = skips;
     if (!alone()) agree_on_order();

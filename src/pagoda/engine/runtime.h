@@ -119,6 +119,7 @@ class Runtime {
   void serve(const comm::PullRequest& request, comm::PullReply& reply);
   bool part_updated(optim::TrainedPage& page, std::uint64_t version);
   void complete(optim::TrainedPage& page, std::uint64_t version);
+  bool scales_loss() const noexcept { return config_.loss_scale.kind != LossScale::Kind::None; }
   bool alone() const noexcept { return world_->size() == 1; }
 
   Config config_;

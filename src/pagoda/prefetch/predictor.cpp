@@ -9,6 +9,8 @@ namespace {
 
 constexpr std::uint64_t kBase = 0x9E3779B97F4A7C15;  // odd, so that powers of it never vanish
 constexpr std::uint8_t kSamples = 8;                 // a mean gap follows the last few
+constexpr double kPaceKept = 1 - 1.0 / 64;           // the pace is that of about so many touches
+constexpr double kPacePrior = 16;                    // touches as expected, before the first
 
 constexpr std::uint64_t power(std::uint64_t base, std::size_t exponent) {
   std::uint64_t result = 1;
@@ -58,7 +60,8 @@ Predictor::Predictor(const Options& options) : rebuild_(options.rebuild), queue_
 void Predictor::touch(Touch touch, Nanos now) {
   if (current_ == touch) return;
   Page& touched = page(touch.page);
-  if (current_) learn(touch, std::max<Nanos>(0, now - current_at_ - stalled_));
+  const Nanos gap = std::max<Nanos>(0, now - current_at_ - stalled_);
+  if (current_) learn(touch, gap);
   current_ = touch;
   current_at_ = now;
   stalled_ = 0;
@@ -66,6 +69,7 @@ void Predictor::touch(Touch touch, Nanos now) {
 
   if (queue_.size() != 0 && queue_.at(0).touch == touch) {
     ++stats_.hits;
+    keep_pace(static_cast<double>(queue_.at(0).in), static_cast<double>(gap));
     queue_.pop();
     extend(kCatchUp);
     return;
@@ -74,6 +78,9 @@ void Predictor::touch(Touch touch, Nanos now) {
   queue_.clear();
   prefix(position_) = prefix(position_ - 1) * kBase + symbol(touch);
   extend(rebuild_);
+  const double first = queue_.size() == 0 ? 0 : static_cast<double>(queue_.at(0).in);
+  recent_expected_ = recent_measured_ = kPacePrior * first;
+  pace_ = 1;
 }
 
 void Predictor::forget(PageId id) {
@@ -187,6 +194,13 @@ void Predictor::extend(std::size_t count) {
     prefix(position + 1) = prefix(position) * kBase + symbol(next->next);
     queue_.push(next->next, next->strength, static_cast<Nanos>(next->gap));
   }
+}
+
+void Predictor::keep_pace(double expected, double measured) noexcept {
+  recent_expected_ = recent_expected_ * kPaceKept + expected;
+  // A pause says nothing about the operators to come.
+  recent_measured_ = recent_measured_ * kPaceKept + std::min(measured, 4 * expected);
+  if (recent_expected_ > 0) pace_ = recent_measured_ / recent_expected_;
 }
 
 }  // namespace pagoda::prefetch

@@ -65,7 +65,11 @@ class Predictor {
   /// How many touches ahead are known.
   std::size_t size() const noexcept { return queue_.size(); }
   /// The i-th of them, 0 being the very next.
-  Expected ahead(std::size_t i) const noexcept { return queue_.at(i); }
+  Expected ahead(std::size_t i) const noexcept {
+    Expected expected = queue_.at(i);
+    expected.in = static_cast<Nanos>(static_cast<double>(expected.in) * pace_);
+    return expected;
+  }
   /// How many touches from now the page is expected, 1 being the very next; nothing when it is not
   /// expected within the horizon. Constant time.
   std::optional<std::size_t> next_use(PageId page) const noexcept { return queue_.next_use(page); }
@@ -93,6 +97,7 @@ class Predictor {
   void learn(Touch next, Nanos gap);
   const Followed* follows(std::uint64_t position) const noexcept;
   void extend(std::size_t count);
+  void keep_pace(double expected, double measured) noexcept;
 
   std::size_t rebuild_;
   std::vector<ContextTable> tables_;     // one for each length
@@ -103,6 +108,12 @@ class Predictor {
   std::optional<Touch> current_;
   Nanos current_at_ = 0;
   Nanos stalled_ = 0;
+  // Times in the queue are those known when it was made, up to a horizon ago. The program may have
+  // become faster since (its first passes are slow): what recent touches took, over what they were
+  // expected to take, corrects them.
+  double pace_ = 1;
+  double recent_expected_ = 0;
+  double recent_measured_ = 0;
   Stats stats_;
 };
 

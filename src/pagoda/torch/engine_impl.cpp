@@ -12,6 +12,7 @@
 
 #include "pagoda/base/error.h"
 #include "pagoda/base/log.h"
+#include "pagoda/engine/backend.h"
 #include "pagoda/torch/autograd_state.h"
 #include "pagoda/torch/gradient_hook.h"
 #include "pagoda/torch/storage_table.h"
@@ -112,7 +113,7 @@ torch::PageStorage& Engine::Impl::adopt(const at::Tensor& tensor, const std::str
   const auto* data = static_cast<const std::byte*>(tensor.storage().data());
   pager::Page& page = runtime_->pager().adopt(
       std::move(known_as), bytes / size, size,
-      pager::parse_placement(runtime_->config().parameters), data,
+      engine::pager_placement(runtime_->config().parameters), data,
       from_host ? device::Direction::HostToHost : device::Direction::DeviceToHost);
   at::Tensor here = tensor;
   if (tensor.device() != device()) {

@@ -128,7 +128,22 @@ TEST(Predictor, OnePauseDoesNotLookLikeASlowOperator) {
   player.play(times(period, 5));
   player.now() += 60'000'000'000;
   player.play(period);
-  EXPECT_LT(player.predictor().ahead(9).in, 1'000'000);
+  EXPECT_LT(player.predictor().ahead(99).in, 200'000) << "made before the pause";
+  player.play({{77, 0}, {0, 0}});  // a surprise: what comes is made anew
+  ASSERT_EQ(player.predictor().ahead(9).touch, (Touch{0, 0}));
+  EXPECT_LT(player.predictor().ahead(9).in, 1'000'000) << "made after it";
+}
+
+TEST(Predictor, TimesFollowAProgramThatBecomesFaster) {
+  Player player;
+  const Touches period = run_of(0, 100, 0);
+  for (int pass = 0; pass < 3; ++pass) {
+    for (const Touch touch : period) player.predictor().touch(touch, player.now() += 20'000);
+  }
+  EXPECT_EQ(player.predictor().ahead(49).in, 50 * 20'000);
+  player.play(times(period, 4));
+  EXPECT_LT(player.predictor().ahead(49).in, 60'000);
+  EXPECT_GT(player.predictor().ahead(49).in, 45'000);
 }
 
 TEST(Predictor, PhasesAreKnownAgainAtOnce) {

@@ -1,0 +1,109 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "pagoda/base/bytes.h"
+#include "pagoda/engine/choices.h"
+#include "pagoda/io/engine.h"
+#include "pagoda/io/swap_file.h"
+
+namespace pagoda::io {
+class FaultPlan;
+}
+
+namespace pagoda {
+
+/// What there is to know about one key of Config.
+struct ConfigKey {
+  std::string name;
+  std::string type;     ///< what may be given: "bytes", "auto | host | …", "whole number from 1"
+  std::string initial;  ///< its default, as set() takes it
+  std::string help;     ///< one line
+};
+
+/// Everything that can be set about an engine.
+///
+/// A name is the same wherever it is written: a field here, a key in JSON, a keyword in Python, a
+/// flag on the command line. One table (config_field.cpp) says for each what it takes and means;
+/// keys(), docs/config.md and the errors are made from it. Every error is a UserError that names
+/// the key, the value and what is allowed. A plain value: one thread at a time may change it.
+struct Config {
+  // What runs where.
+  std::string device = "auto";
+  Bytes device_budget = 0;
+  Bytes gradient_staging = 0;
+  std::optional<Bytes> device_limit;
+  Bytes host_budget = 0;
+  Bytes nvme_budget = 0;
+  std::vector<std::string> nvme;
+  Placement parameters = Placement::Auto;
+  Placement gradients = Placement::Auto;
+  Placement optimizer = Placement::Auto;
+  unsigned zero = 3;
+
+  // What a step computes.
+  unsigned accumulation = 1;
+  GradientType gradient_dtype = GradientType::Parameter;
+  Reduction reduction = Reduction::Mean;
+  double clip = 0;
+  LossScale loss_scale;
+  double loss_scale_initial = 65536;
+  double loss_scale_minimum = 1;
+  unsigned loss_scale_window = 2000;
+  Master master = Master::Whole;
+  MomentType moments = MomentType::Fp32;
+  std::uint64_t seed = 0;
+
+  // How bytes move.
+  bool checksums = true;
+  io::EngineChoice io_engine = io::EngineChoice::Auto;
+  io::Direct direct = io::Direct::Auto;
+  bool prefetch = true;
+  unsigned fetch_threads = 4;
+  unsigned update_threads = 0;
+  Bytes update_chunk = 4_MiB;
+  unsigned update_buffers = 4;
+  Bytes staging = 4_MiB;
+  Bytes bucket = 32_MiB;
+
+  // What is watched.
+  double timeout = 60;
+  double heartbeat = 5;
+  bool check_order = false;
+  std::string trace;
+
+  /// For tests: what shall go wrong below the swap space. Not a key.
+  std::shared_ptr<io::FaultPlan> faults;
+
+  /// Reads a JSON object. Sizes may be numbers or texts ("8GiB"). What is not named, or null, keeps
+  /// its default. An unknown key is an error that names the nearest one. Does not validate().
+  static Config from_json(std::string_view text);
+  /// The same for a file, which errors name too.
+  static Config from_json_file(const std::filesystem::path& path);
+  /// Every key, in the order of keys(). Reading it back gives an equal Config.
+  std::string to_json() const;
+
+  /// Sets one key from text, as on a command line. Lists are separated by commas.
+  void set(std::string_view key, std::string_view text);
+  /// The value as set() takes it.
+  std::string get(std::string_view key) const;
+  /// Throws unless every value is allowed and they fit together.
+  void validate() const;
+
+  /// Every key, in the order of the fields above.
+  static const std::vector<ConfigKey>& keys();
+
+  friend bool operator==(const Config&, const Config&) = default;
+};
+
+/// The keys as a Markdown table: what docs/config.md holds.
+std::string config_table();
+
+}  // namespace pagoda

@@ -1,0 +1,302 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "pagoda/engine/config_field.h"
+
+#include <charconv>
+#include <cmath>
+#include <limits>
+#include <utility>
+
+#include "pagoda/base/error.h"
+#include "pagoda/engine/nearest_word.h"
+
+namespace pagoda {
+namespace {
+
+/// The name of the field and its place in Config: the same word, written once.
+#define PAGODA_FIELD(name) #name, &Config::name
+
+template <class Number>
+Number parse_number(std::string_view text) {
+  Number value{};
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error == std::errc::result_out_of_range) throw UserError("it is too large");
+  if (error != std::errc{} || end != text.data() + text.size()) {
+    throw UserError(std::is_integral_v<Number> ? "it is not a whole number" : "it is not a number");
+  }
+  return value;
+}
+
+ConfigField bytes(const char* name, Bytes Config::*member, std::string help) {
+  return {name,
+          "bytes",
+          std::move(help),
+          JsonForm::NumberOrText,
+          [member](Config& config, std::string_view text) { config.*member = parse_bytes(text); },
+          [member](const Config& config) {
+            // Exactly, and readable where that is possible.
+            const Bytes value = config.*member;
+            const std::string readable = format_bytes(value);
+            const bool exact = value >= 1_KiB && readable.find('.') == std::string::npos;
+            return exact ? readable : fmt::format("{}", value);
+          }};
+}
+
+ConfigField optional_bytes(const char* name, std::optional<Bytes> Config::*member,
+                           std::string help) {
+  return {name,
+          "bytes | none",
+          std::move(help),
+          JsonForm::NumberOrText,
+          [member](Config& config, std::string_view text) {
+            config.*member = text == "none" ? std::nullopt : std::optional(parse_bytes(text));
+          },
+          [member](const Config& config) {
+            const auto& value = config.*member;
+            return value ? fmt::format("{}", *value) : std::string("none");
+          }};
+}
+
+template <class Number>
+ConfigField whole(const char* name, Number Config::*member, Number least, Number most,
+                  std::string help) {
+  const bool open = most == std::numeric_limits<Number>::max();
+  return {name,
+          open ? fmt::format("whole number from {}", least)
+               : fmt::format("whole number from {} to {}", least, most),
+          std::move(help),
+          JsonForm::Number,
+          [=](Config& config, std::string_view text) {
+            const Number value = parse_number<Number>(text);
+            if (value < least) throw UserError("it is too small");
+            if (value > most) throw UserError("it is too large");
+            config.*member = value;
+          },
+          [member](const Config& config) { return fmt::format("{}", config.*member); }};
+}
+
+ConfigField real(const char* name, double Config::*member, bool zero, std::string help) {
+  return {name,
+          zero ? "number from 0" : "number above 0",
+          std::move(help),
+          JsonForm::Number,
+          [=](Config& config, std::string_view text) {
+            const auto value = parse_number<double>(text);
+            if (!std::isfinite(value)) throw UserError("it is not finite");
+            if (value < 0 || (value == 0 && !zero)) throw UserError("it is too small");
+            config.*member = value;
+          },
+          [member](const Config& config) { return fmt::format("{}", config.*member); }};
+}
+
+ConfigField truth(const char* name, bool Config::*member, std::string help) {
+  return {name,
+          "true | false",
+          std::move(help),
+          JsonForm::Bool,
+          [member](Config& config, std::string_view text) {
+            if (text != "true" && text != "false") throw UserError("it is neither");
+            config.*member = text == "true";
+          },
+          [member](const Config& config) { return config.*member ? "true" : "false"; }};
+}
+
+template <class Choice>
+using Words = std::vector<std::pair<Choice, std::string>>;
+
+template <class Choice>
+ConfigField choice(const char* name, Choice Config::*member, const Words<Choice>& words,
+                   std::string help) {
+  std::string type;
+  for (const auto& [value, word] : words) type += (type.empty() ? "" : " | ") + word;
+  return {name,
+          type,
+          std::move(help),
+          JsonForm::Text,
+          [=](Config& config, std::string_view text) {
+            for (const auto& [value, word] : words) {
+              if (word == text) {
+                config.*member = value;
+                return;
+              }
+            }
+            throw UserError("there is no such choice");
+          },
+          [=](const Config& config) {
+            for (const auto& [value, word] : words) {
+              if (value == config.*member) return word;
+            }
+            return fmt::format("{}", static_cast<int>(config.*member));
+          }};
+}
+
+ConfigField text_field(const char* name, std::string Config::*member, std::string type,
+                       void (*check)(std::string_view), std::string help) {
+  return {name,
+          std::move(type),
+          std::move(help),
+          JsonForm::Text,
+          [=](Config& config, std::string_view text) {
+            if (check != nullptr) check(text);
+            config.*member = text;
+          },
+          [member](const Config& config) { return config.*member; }};
+}
+
+void check_device(std::string_view text) {
+  constexpr std::string_view kCuda = "cuda:";
+  if (text == "auto" || text == "cpu" || text == "cuda" || text == "emulated") return;
+  if (!text.starts_with(kCuda)) throw UserError("there is no such device");
+  static_cast<void>(parse_number<std::uint8_t>(text.substr(kCuda.size())));
+}
+
+ConfigField list(const char* name, std::vector<std::string> Config::*member, std::string help) {
+  return {
+      name,
+      "list of directories",
+      std::move(help),
+      JsonForm::List,
+      [member](Config& config, std::string_view text) {
+        std::vector<std::string> items;
+        while (!text.empty()) {
+          const std::size_t comma = std::min(text.find(','), text.size());
+          if (comma == 0) throw UserError("one of them is empty");
+          items.emplace_back(text.substr(0, comma));
+          text.remove_prefix(std::min(comma + 1, text.size()));
+        }
+        config.*member = std::move(items);
+      },
+      [member](const Config& config) { return fmt::format("{}", fmt::join(config.*member, ",")); }};
+}
+
+ConfigField loss_scale(const char* name, LossScale Config::*member, std::string help) {
+  return {name,
+          "none | dynamic | number above 0",
+          std::move(help),
+          JsonForm::NumberOrText,
+          [member](Config& config, std::string_view text) {
+            LossScale scale;
+            if (text == "dynamic") {
+              scale.kind = LossScale::Kind::Dynamic;
+            } else if (text != "none") {
+              scale = {LossScale::Kind::Fixed, parse_number<double>(text)};
+              if (!(scale.value > 0) || !std::isfinite(scale.value)) {
+                throw UserError("it is not above 0 and finite");
+              }
+            }
+            config.*member = scale;
+          },
+          [member](const Config& config) -> std::string {
+            const LossScale& scale = config.*member;
+            if (scale.kind == LossScale::Kind::Fixed) return fmt::format("{}", scale.value);
+            return scale.kind == LossScale::Kind::None ? "none" : "dynamic";
+          }};
+}
+
+std::vector<ConfigField> make_fields() {
+  constexpr unsigned kMost = std::numeric_limits<unsigned>::max();
+  constexpr unsigned kThreads = 1024;
+  const Words<Placement> places = {{Placement::Auto, "auto"},
+                                   {Placement::Device, "device"},
+                                   {Placement::Host, "host"},
+                                   {Placement::Nvme, "nvme"}};
+  return {
+      text_field(PAGODA_FIELD(device), "auto | cpu | cuda | cuda:N | emulated", check_device,
+                 "Where operators run; auto is cuda where there is one, else cpu"),
+      bytes(PAGODA_FIELD(device_budget),
+            "Device memory for pages and gradient staging; 0: half of what is free"),
+      bytes(PAGODA_FIELD(gradient_staging),
+            "Part of device_budget for gradients on their way; 0: an eighth"),
+      optional_bytes(PAGODA_FIELD(device_limit),
+                     "Device memory for everything, activations and workspaces included"),
+      bytes(PAGODA_FIELD(host_budget), "Host memory for all that lies there; 0: no limit"),
+      bytes(PAGODA_FIELD(nvme_budget),
+            "Bytes of files for all that lies there; 0: half of what is free"),
+      list(PAGODA_FIELD(nvme), "Directories for files; stripes go round them"),
+      choice(PAGODA_FIELD(parameters), places, "Where parameters lie when not in use"),
+      choice(PAGODA_FIELD(gradients), places, "Where gradients lie until the update"),
+      choice(PAGODA_FIELD(optimizer), places, "Where master weights and moments lie"),
+      whole(PAGODA_FIELD(zero), 0U, 3U,
+            "What ranks share out: 1 optimizer state, 2 gradients too, 3 parameters too"),
+      whole(PAGODA_FIELD(accumulation), 1U, kMost, "Micro-batches in a step"),
+      choice(
+          PAGODA_FIELD(gradient_dtype),
+          Words<GradientType>{{GradientType::Parameter, "parameter"}, {GradientType::Fp32, "fp32"}},
+          "The type in which gradients are added up"),
+      choice(PAGODA_FIELD(reduction),
+             Words<Reduction>{{Reduction::Mean, "mean"}, {Reduction::Sum, "sum"}},
+             "How gradients of ranks and micro-batches become one"),
+      real(PAGODA_FIELD(clip), true, "Largest norm of all gradients together; 0: no clipping"),
+      loss_scale(PAGODA_FIELD(loss_scale),
+                 "What the loss is multiplied by; dynamic follows overflows (for fp16)"),
+      real(PAGODA_FIELD(loss_scale_initial), false, "Where a dynamic loss scale starts"),
+      real(PAGODA_FIELD(loss_scale_minimum), false, "Below which a dynamic loss scale never falls"),
+      whole(PAGODA_FIELD(loss_scale_window), 1U, kMost,
+            "Steps without overflow after which a dynamic loss scale doubles"),
+      choice(
+          PAGODA_FIELD(master),
+          Words<Master>{{Master::Whole, "whole"}, {Master::Split, "split"}, {Master::None, "none"}},
+          "How the fp32 master of 16-bit parameters is kept; split: two bytes fewer, bf16 only"),
+      choice(PAGODA_FIELD(moments),
+             Words<MomentType>{{MomentType::Fp32, "fp32"}, {MomentType::Bf16, "bf16"}},
+             "The type of the optimizer's moments"),
+      whole(PAGODA_FIELD(seed), std::uint64_t{0}, std::numeric_limits<std::uint64_t>::max(),
+            "Of stochastic rounding"),
+      truth(PAGODA_FIELD(checksums), "Verify what comes back from files"),
+      choice(PAGODA_FIELD(io_engine),
+             Words<io::EngineChoice>{{io::EngineChoice::Auto, "auto"},
+                                     {io::EngineChoice::Uring, "uring"},
+                                     {io::EngineChoice::Posix, "posix"}},
+             "How files are read and written; auto is uring where the kernel allows it"),
+      choice(PAGODA_FIELD(direct),
+             Words<io::Direct>{
+                 {io::Direct::Auto, "auto"}, {io::Direct::On, "on"}, {io::Direct::Off, "off"}},
+             "Past the kernel's cache; auto is on where the file system allows it"),
+      truth(PAGODA_FIELD(prefetch), "Fetch pages before operators need them"),
+      whole(PAGODA_FIELD(fetch_threads), 1U, kThreads, "Threads that bring pages in"),
+      whole(PAGODA_FIELD(update_threads), 0U, kThreads,
+            "Threads that run the optimizer; 0: what the machine has left"),
+      bytes(PAGODA_FIELD(update_chunk), "fp32 masters read, updated and written at a time, with all that belongs to them"),
+      whole(PAGODA_FIELD(update_buffers), 2U, kThreads,
+            "Chunks of optimizer state in memory at a time"),
+      bytes(PAGODA_FIELD(staging),
+            "Host memory of each fetch thread, between files, ranks and device"),
+      bytes(PAGODA_FIELD(bucket), "Gradients that ranks reduce at a time"),
+      real(PAGODA_FIELD(timeout), false, "Seconds after which a silent rank is taken for lost"),
+      real(PAGODA_FIELD(heartbeat), false, "Seconds between signs of life of a rank"),
+      truth(PAGODA_FIELD(check_order), "Check that every access of device memory is ordered; slow"),
+      text_field(PAGODA_FIELD(trace), "path", nullptr,
+                 "File for a trace of what happened when; empty: none"),
+  };
+}
+
+#undef PAGODA_FIELD
+
+}  // namespace
+
+const std::vector<ConfigField>& config_fields() {
+  static const std::vector<ConfigField> fields = make_fields();
+  return fields;
+}
+
+const ConfigField& config_field(std::string_view name) {
+  std::vector<std::string> names;
+  for (const ConfigField& field : config_fields()) {
+    if (field.name == name) return field;
+    names.push_back(field.name);
+  }
+  const auto near = nearest_word(name, names);
+  throw UserError(near ? fmt::format("there is no key '{}'; did you mean '{}'?", name, *near)
+                       : fmt::format("there is no key '{}', and none is near it; the keys are {}",
+                                     name, fmt::join(names, ", ")));
+}
+
+void set_field(Config& config, const ConfigField& field, std::string_view text) {
+  try {
+    field.parse(config, text);
+  } catch (const UserError& error) {
+    throw UserError(fmt::format("{} = '{}' is not allowed: {}; it takes {}", field.name, text,
+                                error.message(), field.type));
+  }
+}
+
+}  // namespace pagoda

@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <functional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "pagoda/engine/config.h"
+
+namespace pagoda {
+
+/// What a value is in JSON. A size or a loss scale may be written either way.
+enum class JsonForm { Number, Bool, Text, NumberOrText, List };
+
+/// One key of Config: what it takes, what it means, and how it is read and printed.
+struct ConfigField {
+  std::string name;
+  std::string type;
+  std::string help;
+  JsonForm form;
+  /// Sets it from text; a text that is not allowed throws a UserError that says why.
+  std::function<void(Config&, std::string_view)> parse;
+  /// The value as parse() takes it.
+  std::function<std::string(const Config&)> print;
+};
+
+/// THE table, in the order of Config's fields. May be called from any thread.
+const std::vector<ConfigField>& config_fields();
+
+/// The field of that name, or a UserError that names the nearest one.
+const ConfigField& config_field(std::string_view name);
+
+/// parse(), with errors that name the key, the value and what is allowed.
+void set_field(Config& config, const ConfigField& field, std::string_view text);
+
+}  // namespace pagoda

@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: Apache-2.0
+// docs/config.md says what the code does. PAGODA_UPDATE_DOCS=1 makes it so.
+#include <cstdlib>
+#include <fstream>
+#include <sstream>
+#include <string>
+
+#include <gtest/gtest.h>
+
+#include "pagoda/engine/config.h"
+
+namespace pagoda {
+namespace {
+
+TEST(ConfigDocs, TheTableIsUpToDate) {
+  const std::string path = PAGODA_SOURCE_DIR "/docs/config.md";
+  const std::string begin = "<!-- keys: begin -->\n";
+  const std::string end = "<!-- keys: end -->\n";
+  std::ostringstream read;
+  read << std::ifstream(path).rdbuf();
+  const std::string text = read.str();
+  const std::size_t from = text.find(begin);
+  const std::size_t to = text.find(end);
+  ASSERT_NE(from, std::string::npos) << path;
+  ASSERT_NE(to, std::string::npos) << path;
+  const std::string right = text.substr(0, from + begin.size()) + config_table() + text.substr(to);
+  if (std::getenv("PAGODA_UPDATE_DOCS") != nullptr) {
+    std::ofstream(path) << right;
+    GTEST_SKIP() << "docs/config.md was written";
+  }
+  EXPECT_EQ(text, right) << "run this test with PAGODA_UPDATE_DOCS=1 to write docs/config.md";
+}
+
+}  // namespace
+}  // namespace pagoda
