@@ -17,9 +17,9 @@ namespace pagoda::comm {
 /// All ranks of a World, connected for themselves: what goes through one group never meets what
 /// goes through another. Every call blocks until its memory may be used again.
 ///
-/// Collectives are called by every rank in the same order, from one thread at a time. Point-to-point
-/// calls may be made from any threads at once, beside a collective too. abort() and stats() may be
-/// called at any time.
+/// Collectives are called by every rank in the same order, from one thread at a time.
+/// Point-to-point calls may be made from any threads at once, beside a collective too. abort() and
+/// stats() may be called at any time.
 ///
 /// When a peer is lost the call that notices throws PeerLost and the group is aborted. How a
 /// backend moves bytes is its do_exchange(); everything else is built on it unless the backend has
@@ -58,14 +58,14 @@ class Group {
   /// has to know from elsewhere), never longer. Sending may wait for the receiver to be there.
   void send(int to, Tag tag, std::span<const std::byte> data);
   void recv(int from, Tag tag, std::span<std::byte> data);
-  /// The next message with this tag from anyone; its source. Such a tag is received in no other way,
-  /// by one thread at a time.
+  /// The next message with this tag from anyone; its source. Such a tag is received in no other
+  /// way, by one thread at a time.
   int recv_any(Tag tag, std::span<std::byte> data);
   /// Posts all `transfers` before it waits for any.
   void exchange(std::span<const Transfer> transfers);
 
-  /// Every blocked or later call on this rank throws GroupAborted with the first `reason`. Peers are
-  /// not told (see Watch). Any thread.
+  /// Every blocked or later call on this rank throws GroupAborted with the first `reason`. Peers
+  /// are not told (see Watch). Any thread.
   void abort(std::string reason) noexcept;
   bool aborted() const noexcept { return aborted_.load(std::memory_order_acquire); }
 
@@ -80,7 +80,8 @@ class Group {
   /// do_abort() has run, and touches no memory afterwards.
   virtual void do_exchange(std::span<const Transfer> transfers) = 0;
   virtual int do_recv_any(Tag tag, std::span<std::byte> data) = 0;
-  /// Wakes whoever is blocked; what is posted afterwards fails at once. Called once, from any thread.
+  /// Wakes whoever is blocked; what is posted afterwards fails at once. Called once, from any
+  /// thread.
   virtual void do_abort() noexcept = 0;
   virtual void do_all_gather(std::span<const std::byte> mine,
                              std::span<const std::span<std::byte>> parts);

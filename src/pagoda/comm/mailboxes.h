@@ -65,7 +65,7 @@ class Mailboxes {
     State state = State::Waiting;
     Post* partner = nullptr;  // while Moving
     int source = -1;          // who sent it, once matched
-    Nanos ready_at = 0;  // when an emulated link has carried it
+    Nanos ready_at = 0;       // when an emulated link has carried it
   };
   /// Waiting posts addressed to one rank, by tag, oldest first.
   using Queues = std::map<Tag, std::deque<Post*>>;

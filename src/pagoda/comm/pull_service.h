@@ -94,8 +94,8 @@ class PullService {
       : PullService(std::move(group), std::move(handler), Options()) {}
   PullService(const PullService&) = delete;
   PullService& operator=(const PullService&) = delete;
-  /// Ends at once and tells nobody: callers agree first that nobody pulls any more. Waits for running
-  /// handlers, which see stop().
+  /// Ends at once and tells nobody: callers agree first that nobody pulls any more. Waits for
+  /// running handlers, which see stop().
   ~PullService();
 
   /// Fills `out`. RemoteError if that rank's handler refused, GroupAborted, PeerLost.

@@ -19,11 +19,12 @@ struct LinkSpeed {
 };
 
 /// `ranks` worlds whose ranks are threads of this process and exchange bytes in memory; one world
-/// each. `links` is empty or has one speed a rank: a send then takes its bytes' time on the sender's
-/// link, one send after another.
+/// each. `links` is empty or has one speed a rank: a send then takes its bytes' time on the
+/// sender's link, one send after another.
 ///
 /// A message goes from the sender's memory straight into the receiver's, so a send waits for its
-/// receiver, and what relies on buffering fails here too. make_group() does not wait for the others.
+/// receiver, and what relies on buffering fails here too. make_group() does not wait for the
+/// others.
 std::vector<std::shared_ptr<World>> make_thread_worlds(int ranks,
                                                        std::span<const LinkSpeed> links = {});
 

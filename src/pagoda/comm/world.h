@@ -12,8 +12,8 @@ namespace pagoda::comm {
 
 /// The ranks that train together, and where they can leave each other notes.
 ///
-/// make_group() is a collective: all ranks call it in the same order, from one thread at a time. The
-/// board may be used from any thread; no call on it waits for a rank to do anything. The world
+/// make_group() is a collective: all ranks call it in the same order, from one thread at a time.
+/// The board may be used from any thread; no call on it waits for a rank to do anything. The world
 /// outlives its groups.
 class World {
  public:

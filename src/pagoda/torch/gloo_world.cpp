@@ -19,6 +19,7 @@
 #include "pagoda/base/clock.h"
 #include "pagoda/base/log.h"
 #include "pagoda/comm/solo_world.h"
+#include "pagoda/torch/store_board.h"
 
 namespace pagoda::torch {
 namespace {
@@ -33,7 +34,7 @@ using WorkPtr = c10::intrusive_ptr<::c10d::Work>;
 constexpr milliseconds kForever = std::chrono::hours(24 * 365 * 10);
 // After the first loss, for transfers with others that may still succeed: if a rank dropped its
 // connections at the first loss it saw, its peers could take it for the one that was lost.
-constexpr milliseconds kGrace{1000};
+constexpr milliseconds kGrace{2000};
 
 /// The first line: torch adds a stack trace.
 std::string reason_of(const std::exception& error) {
@@ -65,7 +66,7 @@ class PendingWorks {
 
  private:
   std::mutex mutex_;
-  bool aborted_ = false;            // guarded by mutex_
+  bool aborted_ = false;           // guarded by mutex_
   std::set<::c10d::Work*> works_;  // guarded by mutex_
 };
 
@@ -108,8 +109,7 @@ class GlooGroup final : public comm::Group {
                     ? ::c10d::ProcessGroupGloo::Options::create_default(options.join_timeout)
                     : ::c10d::ProcessGroupGloo::Options::create(options.join_timeout);
     if (!options.address.empty()) {
-      gloo->devices.push_back(
-          ::c10d::ProcessGroupGloo::createDeviceForHostname(options.address));
+      gloo->devices.push_back(::c10d::ProcessGroupGloo::createDeviceForHostname(options.address));
     }
     gloo->threads = static_cast<int>(gloo->devices.size());  // for Gloo's collectives: not used
     process_group_ = c10::make_intrusive<::c10d::ProcessGroupGloo>(store, rank, size, gloo);
@@ -124,8 +124,7 @@ class GlooGroup final : public comm::Group {
       try {
         posted.emplace_back(pending_, post(transfer), transfer.peer);
       } catch (const std::exception& error) {
-        lost = loss(transfer.peer, error);
-        break;
+        if (!lost.has_value()) lost = loss(transfer.peer, error);  // the others get their part
       }
     }
     const Nanos begin = now_ns();
@@ -134,8 +133,8 @@ class GlooGroup final : public comm::Group {
         milliseconds timeout = kForever;
         if (lost.has_value()) {
           const std::chrono::nanoseconds spent(now_ns() - begin);
-          timeout = std::max(milliseconds(1),
-                             kGrace - std::chrono::duration_cast<milliseconds>(spent));
+          timeout =
+              std::max(milliseconds(1), kGrace - std::chrono::duration_cast<milliseconds>(spent));
         }
         if (!one.wait(timeout)) check_alive();
       } catch (const comm::GroupAborted&) {
@@ -186,15 +185,6 @@ class GlooGroup final : public comm::Group {
   PendingWorks pending_;
 };
 
-template <class Fn>
-auto on_board(Fn&& fn) {
-  try {
-    return fn();
-  } catch (const std::exception& error) {
-    throw EngineError(fmt::format("the store does not answer: {}", reason_of(error)));
-  }
-}
-
 class GlooWorld final : public comm::World {
  public:
   /// `holder`: the rank whose process has the store, or -1.
@@ -202,7 +192,8 @@ class GlooWorld final : public comm::World {
             GlooOptions options)
       : store_(std::move(store)),
         // A connection of its own: one that waits for a rendezvous serves nobody else meanwhile.
-        board_(c10::make_intrusive<::c10d::PrefixStore>("board", store_->clone())),
+        board_(c10::make_intrusive<::c10d::PrefixStore>("board", store_->clone()),
+               options.board_timeout),
         rank_(rank),
         size_(size),
         holder_(holder),
@@ -225,8 +216,8 @@ class GlooWorld final : public comm::World {
   std::unique_ptr<comm::Group> make_group(std::string name) override {
     const std::string prefix = fmt::format("group/{}/{}", groups_made_++, name);
     try {
-      return std::make_unique<GlooGroup>(
-          c10::make_intrusive<::c10d::PrefixStore>(prefix, store_), rank_, size_, name, options_);
+      return std::make_unique<GlooGroup>(c10::make_intrusive<::c10d::PrefixStore>(prefix, store_),
+                                         rank_, size_, name, options_);
     } catch (const Error&) {
       throw;
     } catch (const std::exception& error) {
@@ -235,20 +226,9 @@ class GlooWorld final : public comm::World {
     }
   }
 
-  void put(std::string_view key, std::string_view value) override {
-    on_board([&] {
-      board_->set(std::string(key), std::vector<std::uint8_t>(value.begin(), value.end()));
-    });
-  }
+  void put(std::string_view key, std::string_view value) override { board_.put(key, value); }
 
-  std::optional<std::string> get(std::string_view key) override {
-    return on_board([&]() -> std::optional<std::string> {
-      const std::string name(key);
-      if (!board_->check({name})) return std::nullopt;  // get() would wait for it
-      const std::vector<std::uint8_t> value = board_->get(name);
-      return std::string(value.begin(), value.end());
-    });
-  }
+  std::optional<std::string> get(std::string_view key) override { return board_.get(key); }
 
  private:
   static std::string left_key(int rank) { return fmt::format("left/{}", rank); }
@@ -263,7 +243,7 @@ class GlooWorld final : public comm::World {
   }
 
   const c10::intrusive_ptr<::c10d::Store> store_;
-  const c10::intrusive_ptr<::c10d::Store> board_;
+  StoreBoard board_;
   const int rank_;
   const int size_;
   const int holder_;
@@ -284,9 +264,9 @@ int required_number(const char* name, int least, int most) {
   const std::string text = required_text(name);
   int value = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  PAGODA_REQUIRE(error == std::errc() && end == text.data() + text.size() && value >= least &&
-                     value <= most,
-                 "{} must be a whole number from {} to {}, not '{}'", name, least, most, text);
+  PAGODA_REQUIRE(
+      error == std::errc() && end == text.data() + text.size() && value >= least && value <= most,
+      "{} must be a whole number from {} to {}, not '{}'", name, least, most, text);
   return value;
 }
 
@@ -320,6 +300,8 @@ std::shared_ptr<comm::World> world_from_env(const GlooOptions& options) {
     auto store = c10::make_intrusive<::c10d::PrefixStore>(
         prefix, c10::make_intrusive<::c10d::TCPStore>(address, store_options));
     return std::make_shared<GlooWorld>(std::move(store), rank, size, agent_holds ? -1 : 0, options);
+  } catch (const Error&) {
+    throw;
   } catch (const std::exception& error) {
     throw EngineError(fmt::format("no store at {}:{} (MASTER_ADDR, MASTER_PORT): {}", address, port,
                                   reason_of(error)),

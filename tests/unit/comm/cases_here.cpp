@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "unit/comm/world_case.h"
-
 #include "pagoda/comm/solo_world.h"
+#include "unit/comm/world_case.h"
 
 namespace pagoda::comm {
 

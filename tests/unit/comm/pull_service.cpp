@@ -53,8 +53,8 @@ class PullServiceTest : public OnWorlds {
     if (served.version < request.version) {
       ++served.waiting;
       reply.about_to_wait();
-      const bool arrived = served.grown.wait(
-          lock, reply.stop(), [&] { return served.version >= request.version; });
+      const bool arrived =
+          served.grown.wait(lock, reply.stop(), [&] { return served.version >= request.version; });
       if (!arrived) throw EngineError("the version never came");
     }
     auto data = std::make_shared<std::vector<std::byte>>(contents(rank, request));
@@ -62,10 +62,11 @@ class PullServiceTest : public OnWorlds {
   }
 
   static std::vector<std::byte> contents(int rank, const PullRequest& request) {
-    const auto all = pattern(kBytes, rank, static_cast<int>(request.key),
-                             static_cast<int>(request.version));
-    const auto begin = all.begin() + static_cast<std::ptrdiff_t>(request.begin);
-    return {begin, begin + static_cast<std::ptrdiff_t>(request.bytes)};
+    const auto all =
+        pattern(kBytes, rank, static_cast<int>(request.key), static_cast<int>(request.version));
+    std::vector<std::byte> part(request.bytes);
+    if (!part.empty()) std::memcpy(part.data(), all.data() + request.begin, part.size());
+    return part;
   }
 
   PullService& service(int rank) { return *served_[static_cast<std::size_t>(rank)]->service; }
@@ -81,7 +82,7 @@ class PullServiceTest : public OnWorlds {
                    std::size_t bytes) {
     std::vector<std::byte> out(bytes);
     service(from).pull(of, key, version, begin, out);
-    EXPECT_EQ(out, contents(of, {from, key, version, begin, bytes}));
+    EXPECT_TRUE(same(out, contents(of, {from, key, version, begin, bytes})));
   }
 
   std::vector<std::unique_ptr<Served>> served_;
@@ -141,8 +142,8 @@ TEST_P(PullServiceTest, ABatchAsksForAllBeforeItWaits) {
   service(last).pull(pulls);
   helper.join();
   for (int of = 0; of < ranks(); ++of) {
-    EXPECT_EQ(out[static_cast<std::size_t>(of)], contents(of, {last, 1, of == last ? 1u : 2u, 10,
-                                                               1000}));
+    EXPECT_TRUE(same(out[static_cast<std::size_t>(of)],
+                     contents(of, {last, 1, of == last ? 1u : 2u, 10, 1000})));
   }
   service(last).pull(std::span<const Pull>());
 }
@@ -183,12 +184,12 @@ TEST_P(PullServiceTest, WhatAHandlerSaysIsThrownAtTheAsker) {
   // In a batch the others arrive all the same.
   std::vector<std::byte> first(100);
   std::vector<std::byte> last(100);
-  const Pull pulls[] = {{of, 0, 1, 0, first}, {of, 101, 1, 0, out}, {of, 100, 1, 0, out},
-                        {of, 2, 1, 0, last}};
+  const Pull pulls[] = {
+      {of, 0, 1, 0, first}, {of, 101, 1, 0, out}, {of, 100, 1, 0, out}, {of, 2, 1, 0, last}};
   EXPECT_THAT([&] { service(0).pull(pulls); },
               ::testing::ThrowsMessage<RemoteError>(HasSubstr("not today")));
-  EXPECT_EQ(first, contents(of, {0, 0, 1, 0, 100}));
-  EXPECT_EQ(last, contents(of, {0, 2, 1, 0, 100}));
+  EXPECT_TRUE(same(first, contents(of, {0, 0, 1, 0, 100})));
+  EXPECT_TRUE(same(last, contents(of, {0, 2, 1, 0, 100})));
   expect_pull(0, of, 0, 1, 0, 100);
 }
 
