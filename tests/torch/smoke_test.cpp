@@ -15,7 +15,7 @@ TEST(Smoke, Gpt) {
         const auto size = zoo::model_bytes(options);
         pagoda::Config config;
         config.device = "cpu";
-        config.zero = static_cast<std::uint64_t>(zero);
+        config.zero = static_cast<unsigned>(zero);
         config.gradient_staging = size.largest * 2;
         config.device_budget =
             (std::string(place) == "auto" ? 4 * size.all : size.all / 3 + size.largest * 2) +
@@ -23,8 +23,8 @@ TEST(Smoke, Gpt) {
         config.host_budget = pagoda::Bytes{512} << 20;
         config.nvme = {"/tmp"};
         config.nvme_budget = pagoda::Bytes{64} << 20;
-        config.parameters = config.gradients = config.optimizer = place;
-        config.update_chunk = 8192;
+        for (const char* key : {"parameters", "gradients", "optimizer"}) config.set(key, place);
+        config.update_chunk = 32 << 10;
         config.staging = 64 << 10;
         zoo::use_one_torch_thread();
         const auto plain = zoo::plain_loop(options, training);

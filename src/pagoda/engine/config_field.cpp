@@ -234,7 +234,7 @@ std::vector<ConfigField> make_fields() {
             "Steps without overflow after which a dynamic loss scale doubles"),
       choice(
           PAGODA_FIELD(master),
-          Words<Master>{{Master::Whole, "whole"}, {Master::Split, "split"}, {Master::None, "none"}},
+          Words<Master>{{Master::Whole, "whole"}, {Master::Split, "split"}},
           "How the fp32 master of 16-bit parameters is kept; split: two bytes fewer, bf16 only"),
       choice(PAGODA_FIELD(moments),
              Words<MomentType>{{MomentType::Fp32, "fp32"}, {MomentType::Bf16, "bf16"}},

@@ -19,6 +19,7 @@
 #include "pagoda/base/clock.h"
 #include "pagoda/base/log.h"
 #include "pagoda/comm/solo_world.h"
+#include "pagoda/torch/store_board.h"
 
 namespace pagoda::torch {
 namespace {
@@ -33,7 +34,7 @@ using WorkPtr = c10::intrusive_ptr<::c10d::Work>;
 constexpr milliseconds kForever = std::chrono::hours(24 * 365 * 10);
 // After the first loss, for transfers with others that may still succeed: if a rank dropped its
 // connections at the first loss it saw, its peers could take it for the one that was lost.
-constexpr milliseconds kGrace{1000};
+constexpr milliseconds kGrace{2000};
 
 /// The first line: torch adds a stack trace.
 std::string reason_of(const std::exception& error) {
@@ -123,8 +124,7 @@ class GlooGroup final : public comm::Group {
       try {
         posted.emplace_back(pending_, post(transfer), transfer.peer);
       } catch (const std::exception& error) {
-        lost = loss(transfer.peer, error);
-        break;
+        if (!lost.has_value()) lost = loss(transfer.peer, error);  // the others get their part
       }
     }
     const Nanos begin = now_ns();
@@ -185,15 +185,6 @@ class GlooGroup final : public comm::Group {
   PendingWorks pending_;
 };
 
-template <class Fn>
-auto on_board(Fn&& fn) {
-  try {
-    return fn();
-  } catch (const std::exception& error) {
-    throw EngineError(fmt::format("the store does not answer: {}", reason_of(error)));
-  }
-}
-
 class GlooWorld final : public comm::World {
  public:
   /// `holder`: the rank whose process has the store, or -1.
@@ -201,7 +192,8 @@ class GlooWorld final : public comm::World {
             GlooOptions options)
       : store_(std::move(store)),
         // A connection of its own: one that waits for a rendezvous serves nobody else meanwhile.
-        board_(c10::make_intrusive<::c10d::PrefixStore>("board", store_->clone())),
+        board_(c10::make_intrusive<::c10d::PrefixStore>("board", store_->clone()),
+               options.board_timeout),
         rank_(rank),
         size_(size),
         holder_(holder),
@@ -234,20 +226,9 @@ class GlooWorld final : public comm::World {
     }
   }
 
-  void put(std::string_view key, std::string_view value) override {
-    on_board([&] {
-      board_->set(std::string(key), std::vector<std::uint8_t>(value.begin(), value.end()));
-    });
-  }
+  void put(std::string_view key, std::string_view value) override { board_.put(key, value); }
 
-  std::optional<std::string> get(std::string_view key) override {
-    return on_board([&]() -> std::optional<std::string> {
-      const std::string name(key);
-      if (!board_->check({name})) return std::nullopt;  // get() would wait for it
-      const std::vector<std::uint8_t> value = board_->get(name);
-      return std::string(value.begin(), value.end());
-    });
-  }
+  std::optional<std::string> get(std::string_view key) override { return board_.get(key); }
 
  private:
   static std::string left_key(int rank) { return fmt::format("left/{}", rank); }
@@ -262,7 +243,7 @@ class GlooWorld final : public comm::World {
   }
 
   const c10::intrusive_ptr<::c10d::Store> store_;
-  const c10::intrusive_ptr<::c10d::Store> board_;
+  StoreBoard board_;
   const int rank_;
   const int size_;
   const int holder_;
@@ -319,6 +300,8 @@ std::shared_ptr<comm::World> world_from_env(const GlooOptions& options) {
     auto store = c10::make_intrusive<::c10d::PrefixStore>(
         prefix, c10::make_intrusive<::c10d::TCPStore>(address, store_options));
     return std::make_shared<GlooWorld>(std::move(store), rank, size, agent_holds ? -1 : 0, options);
+  } catch (const Error&) {
+    throw;
   } catch (const std::exception& error) {
     throw EngineError(fmt::format("no store at {}:{} (MASTER_ADDR, MASTER_PORT): {}", address, port,
                                   reason_of(error)),

@@ -22,6 +22,8 @@ struct GlooOptions {
   /// How long a rank waits for the others to come to a rendezvous: the store's, or a new group's.
   /// What happens on a group later has no time-out: comm::Watch ends what hangs.
   std::chrono::milliseconds join_timeout{300'000};
+  /// A board (the store) that has not answered for this long is lost.
+  std::chrono::milliseconds board_timeout{60'000};
   /// How long the rank that holds the store waits, when its world ends, for the others' to end:
   /// their watches would take a store that vanishes for a failure.
   std::chrono::milliseconds linger{3'000};

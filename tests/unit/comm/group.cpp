@@ -58,7 +58,8 @@ TEST_P(GroupTest, AllGatherOfUnevenParts) {
       }
       for (int r = 0; r < ranks(); ++r) {
         const auto& part = parts[static_cast<std::size_t>(r)];
-        EXPECT_EQ(part, pattern(part.size(), r, 0, round)) << "part " << r << " round " << round;
+        EXPECT_TRUE(same(part, pattern(part.size(), r, 0, round)))
+            << "part " << r << " round " << round;
       }
     }
   });
@@ -79,7 +80,7 @@ TEST_P(GroupTest, AllToAllOfUnevenParts) {
       const std::vector<std::span<std::byte>> from_spans(from.begin(), from.end());
       group.all_to_all(to_spans, from_spans);
       for (int r = 0; r < ranks(); ++r) {
-        EXPECT_EQ(from[static_cast<std::size_t>(r)], pattern(bytes(r, me), r, me, round));
+        EXPECT_TRUE(same(from[static_cast<std::size_t>(r)], pattern(bytes(r, me), r, me, round)));
       }
     }
   });
@@ -90,7 +91,7 @@ TEST_P(GroupTest, BroadcastFromEachRoot) {
     for (int root = 0; root < ranks(); ++root) {
       auto data = pattern(1000, group.rank());
       group.broadcast(data, root);
-      EXPECT_EQ(data, pattern(1000, root));
+      EXPECT_TRUE(same(data, pattern(1000, root)));
       group.broadcast({}, root);
     }
   });
@@ -134,7 +135,7 @@ TEST_P(GroupTest, ReductionsAreInRankOrder) {
 
 TEST_P(GroupTest, PointToPointFromManyThreadsBesideCollectives) {
   constexpr int kThreads = 4;
-  constexpr int kRounds = 25;
+  constexpr int kRounds = 10;
   on_groups(groups_, [&](Group& group) {
     const int right = (group.rank() + 1) % ranks();
     const int left = (group.rank() + ranks() - 1) % ranks();
@@ -143,12 +144,12 @@ TEST_P(GroupTest, PointToPointFromManyThreadsBesideCollectives) {
       threads.emplace_back([&, t] {
         for (int round = 0; round < kRounds; ++round) {
           const auto tag = static_cast<Tag>(t);
-          const std::size_t bytes = static_cast<std::size_t>(1 + t * 300'000 + round);
+          const std::size_t bytes = static_cast<std::size_t>(1 + t * 100'000 + round);
           const auto out = pattern(bytes, group.rank(), t, round);
           std::vector<std::byte> in(bytes);
           const Transfer both[] = {send_to(right, tag, out), receive_from(left, tag, in)};
           group.exchange(both);
-          EXPECT_EQ(in, pattern(bytes, left, t, round));
+          EXPECT_TRUE(same(in, pattern(bytes, left, t, round)));
         }
       });
     }
@@ -182,7 +183,7 @@ TEST_P(GroupTest, ReceivesFromAnyoneAndSaysFromWhom) {
     for (int i = 0; i < kEach * (ranks() - 1); ++i) {
       std::vector<std::byte> data(100);
       const int from = group.recv_any(3, data);
-      EXPECT_EQ(data, pattern(100, from, 0, seen[static_cast<std::size_t>(from)]++));
+      EXPECT_TRUE(same(data, pattern(100, from, 0, seen[static_cast<std::size_t>(from)]++)));
     }
   });
 }

@@ -64,8 +64,9 @@ class PullServiceTest : public OnWorlds {
   static std::vector<std::byte> contents(int rank, const PullRequest& request) {
     const auto all =
         pattern(kBytes, rank, static_cast<int>(request.key), static_cast<int>(request.version));
-    const auto begin = all.begin() + static_cast<std::ptrdiff_t>(request.begin);
-    return {begin, begin + static_cast<std::ptrdiff_t>(request.bytes)};
+    std::vector<std::byte> part(request.bytes);
+    if (!part.empty()) std::memcpy(part.data(), all.data() + request.begin, part.size());
+    return part;
   }
 
   PullService& service(int rank) { return *served_[static_cast<std::size_t>(rank)]->service; }
@@ -81,7 +82,7 @@ class PullServiceTest : public OnWorlds {
                    std::size_t bytes) {
     std::vector<std::byte> out(bytes);
     service(from).pull(of, key, version, begin, out);
-    EXPECT_EQ(out, contents(of, {from, key, version, begin, bytes}));
+    EXPECT_TRUE(same(out, contents(of, {from, key, version, begin, bytes})));
   }
 
   std::vector<std::unique_ptr<Served>> served_;
@@ -141,8 +142,8 @@ TEST_P(PullServiceTest, ABatchAsksForAllBeforeItWaits) {
   service(last).pull(pulls);
   helper.join();
   for (int of = 0; of < ranks(); ++of) {
-    EXPECT_EQ(out[static_cast<std::size_t>(of)],
-              contents(of, {last, 1, of == last ? 1u : 2u, 10, 1000}));
+    EXPECT_TRUE(same(out[static_cast<std::size_t>(of)],
+                     contents(of, {last, 1, of == last ? 1u : 2u, 10, 1000})));
   }
   service(last).pull(std::span<const Pull>());
 }
@@ -187,8 +188,8 @@ TEST_P(PullServiceTest, WhatAHandlerSaysIsThrownAtTheAsker) {
       {of, 0, 1, 0, first}, {of, 101, 1, 0, out}, {of, 100, 1, 0, out}, {of, 2, 1, 0, last}};
   EXPECT_THAT([&] { service(0).pull(pulls); },
               ::testing::ThrowsMessage<RemoteError>(HasSubstr("not today")));
-  EXPECT_EQ(first, contents(of, {0, 0, 1, 0, 100}));
-  EXPECT_EQ(last, contents(of, {0, 2, 1, 0, 100}));
+  EXPECT_TRUE(same(first, contents(of, {0, 0, 1, 0, 100})));
+  EXPECT_TRUE(same(last, contents(of, {0, 2, 1, 0, 100})));
   expect_pull(0, of, 0, 1, 0, 100);
 }
 

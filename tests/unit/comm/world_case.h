@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstring>
 #include <exception>
@@ -83,13 +84,22 @@ class OnWorlds : public ::testing::TestWithParam<WorldCase> {
   Worlds worlds_;
 };
 
-/// Bytes that tell where they come from.
+/// Bytes that tell where they come from. They repeat after a prime number of bytes.
 inline std::vector<std::byte> pattern(std::size_t bytes, int from, int to = 0, int round = 0) {
+  constexpr std::size_t kPeriod = 4093;
   std::vector<std::byte> data(bytes);
-  for (std::size_t i = 0; i < bytes; ++i) {
+  for (std::size_t i = 0; i < std::min(bytes, kPeriod); ++i) {
     data[i] = static_cast<std::byte>(i * 7 + static_cast<std::size_t>(from * 31 + to * 5 + round));
   }
+  for (std::size_t i = kPeriod; i < bytes; i += kPeriod) {
+    std::memcpy(&data[i], data.data(), std::min(kPeriod, bytes - i));
+  }
   return data;
+}
+
+/// EXPECT_EQ would compare byte by byte, for ever under a sanitizer.
+inline bool same(const std::vector<std::byte>& a, const std::vector<std::byte>& b) {
+  return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), a.size()) == 0);
 }
 
 }  // namespace pagoda::comm

@@ -64,7 +64,7 @@ TEST(ConfigJson, EveryValueSurvivesTheWayThereAndBack) {
   config.loss_scale_initial = 1e30;
   config.loss_scale_minimum = 1e-30;
   config.loss_scale_window = 1;
-  config.master = Master::None;
+  config.master = Master::Split;
   config.moments = MomentType::Bf16;
   config.seed = ~std::uint64_t{0};
   config.checksums = false;

@@ -1,0 +1,47 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include <c10/util/intrusive_ptr.h>
+
+namespace c10d {
+class Store;
+}
+
+namespace pagoda::torch {
+
+/// A c10d store as a World's board: a call comes back, or throws, within a set time even if the
+/// process or the machine that holds the store has frozen. A c10d client has no time-out for that,
+/// so a thread of the board's own does the calls, and is left behind if it gets stuck.
+///
+/// put() and get() may be called from any thread.
+class StoreBoard {
+ public:
+  /// `store` is a connection that nobody else waits on.
+  StoreBoard(c10::intrusive_ptr<::c10d::Store> store, std::chrono::milliseconds patience);
+  StoreBoard(const StoreBoard&) = delete;
+  StoreBoard& operator=(const StoreBoard&) = delete;
+  ~StoreBoard();
+
+  /// EngineError if the store fails or does not answer; then every later call throws at once.
+  void put(std::string_view key, std::string_view value);
+  std::optional<std::string> get(std::string_view key);
+
+ private:
+  struct State;
+  using Answer = std::optional<std::string>;
+
+  Answer ask(std::function<Answer(::c10d::Store&)> question);
+  static void serve(const std::shared_ptr<State>& state);
+
+  const std::chrono::milliseconds patience_;
+  const std::shared_ptr<State> state_;  // the thread has its own share
+};
+
+}  // namespace pagoda::torch
