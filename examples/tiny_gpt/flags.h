@@ -15,12 +15,12 @@ struct Flags {
   double seconds = 120;
   std::int64_t batch = 4;
   std::int64_t sequence = 128;
-  double lr = 1e-3;
+  double lr = 3e-4;
   std::uint64_t seed = 1;
   std::filesystem::path directory = ".";  ///< of the swap files
   std::optional<pagoda::Bytes> device_budget = {}, host_budget = {};
   std::filesystem::path text = {};  ///< empty: the usual places
-  std::int64_t sample = 300;        ///< bytes to write at the end
+  std::int64_t sample = 200;        ///< bytes to write at the end
 };
 
 /// Reads the command line. Throws UserError, whose message is one line, for flags or values that

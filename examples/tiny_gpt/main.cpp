@@ -7,6 +7,7 @@
 #include <ATen/ops/from_blob.h>
 #include <fmt/format.h>
 #include <torch/utils.h>
+#include <unistd.h>
 
 #include "flags.h"
 #include "gpt.h"
@@ -23,6 +24,15 @@ namespace api = plain;  // the engine's place: what `api` names is all that chan
 
 constexpr pagoda::Bytes kTextLimit = pagoda::Bytes{8} << 20;
 volatile std::sig_atomic_t interrupted = 0;
+
+/// The first signal ends training after its step, a second one the program.
+void on_signal(int signal) {
+  if (interrupted != 0) {
+    Progress::restore_cursor();
+    _exit(128 + signal);
+  }
+  interrupted = 1;
+}
 
 at::Tensor tensor_of(const std::vector<std::int64_t>& values, const Batch& batch) {
   const auto rows = static_cast<std::int64_t>(batch.sequences);
@@ -50,6 +60,7 @@ void train(const Flags& flags) {
     return interrupted ||
            (flags.steps > 0 ? step == flags.steps : clock.seconds() >= flags.seconds);
   };
+  double recent_loss = 0;  // one batch is small: show the mean of the last ones
   for (std::int64_t step = 0; !over(step);) {
     const Batch batch =
         text.batch(static_cast<std::size_t>(flags.batch), static_cast<std::size_t>(flags.sequence),
@@ -58,6 +69,8 @@ void train(const Flags& flags) {
         model->loss(tensor_of(batch.inputs, batch), tensor_of(batch.targets, batch));
     engine.backward(loss);
     engine.step();
+    const double value = loss.item<double>();
+    recent_loss = step == 0 ? value : 0.9 * recent_loss + 0.1 * value;
     ++step;
 
     const api::Stats stats = engine.stats();
@@ -66,7 +79,7 @@ void train(const Flags& flags) {
     progress.show(
         {.step = step,
          .steps = flags.steps,
-         .loss = loss.item<double>(),
+         .loss = recent_loss,
          .tokens_per_second = static_cast<double>(flags.batch * flags.sequence) / per_step,
          .stall = stats.stall_seconds / spent,
          .device = stats.device_bytes,
@@ -77,7 +90,7 @@ void train(const Flags& flags) {
   }
   progress.finish();
   engine.finish();
-  if (flags.sample > 0) {
+  if (flags.sample > 0 && interrupted == 0) {
     fmt::print("\n{}\n", printable(model->generate("\n", flags.sample, 0.8, flags.seed)));
   }
   engine.release(*model);
@@ -87,11 +100,8 @@ void train(const Flags& flags) {
 }  // namespace tiny_gpt
 
 int main(int argc, char** argv) {
-  // The first Ctrl-C ends training after its step; a second one ends the program.
-  struct sigaction action {};
-  action.sa_handler = [](int) { tiny_gpt::interrupted = 1; };
-  action.sa_flags = static_cast<int>(SA_RESETHAND);
-  sigaction(SIGINT, &action, nullptr);
+  std::signal(SIGINT, tiny_gpt::on_signal);
+  std::signal(SIGTERM, tiny_gpt::on_signal);
   try {
     if (const auto flags = tiny_gpt::parse_flags(argc, argv)) tiny_gpt::train(*flags);
   } catch (const pagoda::UserError& error) {

@@ -101,4 +101,10 @@ void Progress::finish() {
   }
 }
 
+void Progress::restore_cursor() noexcept {
+  if (isatty(STDOUT_FILENO) == 0) return;
+  [[maybe_unused]] const ssize_t written =
+      write(STDOUT_FILENO, kShowCursor, std::char_traits<char>::length(kShowCursor));
+}
+
 }  // namespace tiny_gpt

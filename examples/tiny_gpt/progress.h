@@ -51,6 +51,10 @@ class Progress {
   /// Draws the last status that show() was given, ends the line and brings the cursor back.
   void finish();
 
+  /// Brings the cursor back where standard output is a terminal. May be called by the handler of a
+  /// signal that ends the program.
+  static void restore_cursor() noexcept;
+
  private:
   void draw(const Status& status);
 

@@ -42,12 +42,12 @@ bool is_text(const std::string& bytes) {
 }  // namespace
 
 std::vector<fs::path> Text::usual_places() {
-  return {"/usr/share/common-licenses", "/usr/include", "/usr/share/doc", "/usr/share/perl"};
+  return {"/usr/include/c++", "/usr/include", "/usr/share/common-licenses", "/usr/share/doc"};
 }
 
 Text Text::collect(std::span<const fs::path> places, pagoda::Bytes limit) {
   Text out;
-  for (const fs::path& place : places) out.add_place(place, limit / places.size());
+  for (const fs::path& place : places) out.add_place(place, limit);
   if (out.bytes_.empty()) {
     std::vector<std::string> names;
     for (const fs::path& place : places) names.push_back(place.string());
@@ -67,11 +67,9 @@ Text Text::load(const fs::path& place, pagoda::Bytes limit) {
 
 void Text::add_place(const fs::path& place, std::size_t limit) {
   std::error_code error;
-  const std::size_t end = bytes_.size() + limit;
-  if (!fs::is_directory(place, error)) return add_file(place, limit);
+  if (!fs::is_directory(place, error)) return add_file(place, limit - bytes_.size());
   for (const fs::path& file : files_under(place)) {
-    if (bytes_.size() >= end) return;
-    add_file(file, std::min(kFileLimit, end - bytes_.size()));
+    add_file(file, std::min(kFileLimit, limit - bytes_.size()));
   }
 }
 

@@ -21,12 +21,13 @@ struct Batch {
 /// Training text, in memory. Any thread may read it.
 class Text {
  public:
-  /// Folders of text that a Debian machine has: licences, headers, documentation.
+  /// Folders of text that a Debian machine has. The headers of C++ come first: a text of one kind
+  /// is learnt faster than many.
   static std::vector<std::filesystem::path> usual_places();
 
-  /// What lies under the given files and folders, in a fixed order, with an equal share of `limit`
-  /// for each of them. Links, binary files and those that cannot be read are passed over. Throws
-  /// UserError when there is no text at all.
+  /// What lies under the given files and folders, one after another in a fixed order, up to `limit`
+  /// bytes. Links, binary files and those that cannot be read are passed over. Throws UserError
+  /// when there is no text at all.
   static Text collect(std::span<const std::filesystem::path> places, pagoda::Bytes limit);
 
   /// One file, or all files under a folder. Throws UserError when there is none.
@@ -40,6 +41,7 @@ class Text {
   std::size_t files() const noexcept { return files_; }
 
  private:
+  /// `limit` is that of the whole text.
   void add_place(const std::filesystem::path& place, std::size_t limit);
   void add_file(const std::filesystem::path& file, std::size_t limit);
 

@@ -1,6 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Two ways to keep nothing of a block for its backward. Neither saves the state of a random
 // generator: there is no dropout here.
+#include <memory>
+#include <utility>
+#include <vector>
+
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/engine.h>

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstring>
 #include <numeric>
+#include <utility>
 
 #include "pagoda/base/error.h"
 #include "pagoda/kernels/cast.h"

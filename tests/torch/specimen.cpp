@@ -3,8 +3,6 @@
 
 #include <unordered_set>
 
-#include <torch/nn/functional/loss.h>
-
 #include "pagoda/base/error.h"
 
 namespace zoo {

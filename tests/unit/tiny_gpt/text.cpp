@@ -46,12 +46,14 @@ TEST_F(TextTest, TakesTextInAFixedOrderAndPassesTheRestOver) {
   EXPECT_EQ(text.files(), 3U);
 }
 
-TEST_F(TextTest, KeepsToTheLimitOfEachPlace) {
+TEST_F(TextTest, KeepsToTheLimit) {
   write("one/a", std::string(100, 'a'));
   write("two/b", std::string(100, 'b'));
   const std::vector<fs::path> places{folder_ / "one", folder_ / "missing", folder_ / "two"};
-  const Text text = Text::collect(places, 90);
-  EXPECT_EQ(text.bytes(), std::string(30, 'a') + std::string(30, 'b'));
+  const Text text = Text::collect(places, 130);
+  EXPECT_EQ(text.bytes(), std::string(100, 'a') + std::string(30, 'b'));
+  EXPECT_EQ(Text::collect(places, 50).bytes(), std::string(50, 'a'));
+  EXPECT_EQ(Text::collect(places, 50).files(), 1U);
 }
 
 TEST_F(TextTest, NoTextIsTheCallersError) {
