@@ -45,8 +45,8 @@ RankResult run_rank(const Options& options, const Training& training, pagoda::Co
   use_one_torch_thread();
   config.accumulation = static_cast<unsigned>(training.micro_batches);
   config.clip = training.clip.value_or(0);
-  config.moments = training.moments == Dtype::BF16 ? pagoda::MomentType::Bf16
-                                                     : pagoda::MomentType::Fp32;
+  config.moments =
+      training.moments == Dtype::BF16 ? pagoda::MomentType::Bf16 : pagoda::MomentType::Fp32;
   if (training.accumulation == Dtype::F32) config.gradient_dtype = pagoda::GradientType::Fp32;
   config.seed = training.update_seed;
   if (training.loss_scale) {

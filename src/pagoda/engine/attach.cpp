@@ -75,7 +75,8 @@ void Runtime::attach(const std::vector<Page*>& pages, std::vector<TrainedSpec> s
       page->page = spec.page;
       page->number = static_cast<std::uint32_t>(trained_.size());
       page->dtype = spec.dtype;
-      page->gradient_dtype = config_.gradient_dtype == GradientType::Fp32 ? kernels::Dtype::F32 : spec.dtype;
+      page->gradient_dtype =
+          config_.gradient_dtype == GradientType::Fp32 ? kernels::Dtype::F32 : spec.dtype;
       page->segments = std::move(spec.segments);
       page->parameters = std::move(spec.parameters);
       page->reduced = pager_->slice_of(*spec.page);
@@ -90,12 +91,11 @@ void Runtime::attach(const std::vector<Page*>& pages, std::vector<TrainedSpec> s
     for (const auto& page : trained_) {
       const Optimizer& rule = groups_[page->parameters[0].group];
       const optim::StateLayout layout = updater_->layout(*page, rule);
-      page->gradient =
-          tiers_->allocate(page->gradient_bytes(), pager_placement(config_.gradients),
-                           pager::tag::kGradients, page->page->name);
-      page->state = tiers_->allocate(layout.bytes(page->updated.size()),
-                                     pager_placement(config_.optimizer),
-                                     pager::tag::kOptimizer, page->page->name);
+      page->gradient = tiers_->allocate(page->gradient_bytes(), pager_placement(config_.gradients),
+                                        pager::tag::kGradients, page->page->name);
+      page->state =
+          tiers_->allocate(layout.bytes(page->updated.size()), pager_placement(config_.optimizer),
+                           pager::tag::kOptimizer, page->page->name);
       updater_->add(*page, rule);
     }
     std::vector<TrainedPage*> order;  // gradients come last parameter first, until more is known

@@ -100,8 +100,9 @@ Runtime::Runtime(const Config& config, std::shared_ptr<comm::World> world)
   pool_ = std::make_unique<ThreadPool>(threads, "update");
   optim::Updater::Options updates;
   updates.master16 = config_.master == Master::Split ? optim::StateLayout::Master::Split
-                                               : optim::StateLayout::Master::Whole;
-  updates.moments = config_.moments == MomentType::Bf16 ? kernels::Dtype::BF16 : kernels::Dtype::F32;
+                                                     : optim::StateLayout::Master::Whole;
+  updates.moments =
+      config_.moments == MomentType::Bf16 ? kernels::Dtype::BF16 : kernels::Dtype::F32;
   updates.chunk = align_up(config_.update_chunk / sizeof(float), pager::Slicing::kBlock);
   updates.buffers = config_.update_buffers;
   updates.seed = config_.seed;
@@ -110,7 +111,8 @@ Runtime::Runtime(const Config& config, std::shared_ptr<comm::World> world)
   pager_->set_debts(updater_.get());
 
   optim::Gradients::Options sums;
-  sums.scale = config_.reduction == Reduction::Sum ? 1.0F : 1.0F / static_cast<float>(world_->size());
+  sums.scale =
+      config_.reduction == Reduction::Sum ? 1.0F : 1.0F / static_cast<float>(world_->size());
   sums.squares = config_.clip > 0 || scales_loss();
   sums.staging = config_.staging;
   gradients_ = std::make_unique<optim::Gradients>(*tiers_, *pool_, sums);
