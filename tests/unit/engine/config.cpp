@@ -100,7 +100,7 @@ TEST(Config, KeysAreDistinctAndExplained) {
     EXPECT_EQ(key.help.find('\n'), std::string::npos) << key.name;
     EXPECT_NE(key.help.back(), '.') << key.name;
   }
-  EXPECT_EQ(names.size(), 34U) << "a field of Config that is not in the table is not settable";
+  EXPECT_EQ(names.size(), 36U) << "a field of Config that is not in the table is not settable";
 }
 
 TEST(Config, ErrorsNameTheKeyTheValueAndWhatIsAllowed) {
@@ -158,8 +158,9 @@ INSTANTIATE_TEST_SUITE_P(
         Combination{{{"device_budget", "2GiB"}, {"device_limit", "1GiB"}}, "device_limit"},
         Combination{{{"device_budget", "1GiB"}, {"device_limit", "1GiB"}}, nullptr},
         Combination{{{"device_limit", "0"}}, "device_limit"},
-        Combination{{{"device_budget", "16MiB"}}, "bucket (32 MiB) is more than device_budget"},
-        Combination{{{"device_budget", "16MiB"}, {"bucket", "1MiB"}}, nullptr},
+        Combination{{{"device_budget", "16MiB"}, {"gradient_staging", "32MiB"}},
+                    "gradient_staging (32 MiB) is more than device_budget"},
+        Combination{{{"device_budget", "16MiB"}, {"gradient_staging", "1MiB"}}, nullptr},
         Combination{{{"host_budget", "8MiB"}}, "update_chunk times update_buffers"},
         Combination{{{"host_budget", "1GiB"}, {"staging", "2GiB"}}, "staging (2 GiB)"},
         Combination{{{"bucket", "0"}}, "bucket = '0'"},

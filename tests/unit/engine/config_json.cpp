@@ -70,6 +70,8 @@ TEST(ConfigJson, EveryValueSurvivesTheWayThereAndBack) {
   config.checksums = false;
   config.io_engine = io::EngineChoice::Uring;
   config.direct = io::Direct::On;
+  config.prefetch = false;
+  config.gradient_staging = 77;
   config.fetch_threads = 9;
   config.update_threads = 12;
   config.update_chunk = 12345;
