@@ -85,6 +85,7 @@ void Runtime::attach(const std::vector<Page*>& pages, std::vector<TrainedSpec> s
       trained_.push_back(std::move(page));
     }
     pages_ = pages;
+    set_attached(true);
     std::vector<TrainedPage*> order;  // gradients come last parameter first, until more is known
     for (auto page = trained_.rbegin(); page != trained_.rend(); ++page) {
       order.push_back(page->get());
@@ -108,6 +109,7 @@ void Runtime::attach(const std::vector<Page*>& pages, std::vector<TrainedSpec> s
     reducer_->set_order({});
     for (const auto& page : trained_) updater_->remove(*page);
     trained_.clear();
+    set_attached(false);
     pages_.clear();
     if (!alone()) fail(std::current_exception());  // the others wait for this rank
     throw;
@@ -119,7 +121,15 @@ void Runtime::detach() {
   reducer_->set_order({});
   for (const auto& page : trained_) updater_->remove(*page);
   trained_.clear();
+  set_attached(false);
   pages_.clear();
+}
+
+/// Gradients and updates refer to the pages of a model, which live as long, whatever user code
+/// drops.
+void Runtime::set_attached(bool attached) {
+  const auto lock = pager_->lock();
+  for (Page* page : pages_) page->attached = attached;
 }
 
 /// Law 2: a plan that cannot fit fails before step 1 and says what would make it fit.
