@@ -387,7 +387,7 @@ void Pager::hold(Page& page, device::Stream* consumer) {
   touch({&access, 1}, 0, consumer);
   const Lock lock(mutex_);
   ++page.holds;
-  std::erase(pins_of_this_thread, &page);
+  pins_of_this_thread.pop_back();  // touch() has just put it there
 }
 
 void Pager::release_hold(Page& page) noexcept {

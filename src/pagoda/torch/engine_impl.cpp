@@ -14,6 +14,7 @@
 #include "pagoda/base/log.h"
 #include "pagoda/engine/backend.h"
 #include "pagoda/torch/autograd_state.h"
+#include "pagoda/torch/cuda_library.h"
 #include "pagoda/torch/gradient_hook.h"
 #include "pagoda/torch/storage_table.h"
 
@@ -44,6 +45,7 @@ bool covers_storage(const at::Tensor& tensor, std::uint64_t elements) {
 
 Engine::Impl::Impl(const Config& config, std::shared_ptr<comm::World> world)
     : runtime_(std::make_unique<engine::Runtime>(config, std::move(world))) {
+  if (runtime_->device().kind() == device::DeviceKind::Cuda) torch::load_cuda();
   torch::observer::install();
 }
 
