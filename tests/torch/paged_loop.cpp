@@ -141,6 +141,10 @@ void use_cuda() {
   // cuBLAS may split sums differently from call to call without a workspace of fixed size.
   setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8", 1);
   at::globalContext().setDeterministicAlgorithms(true, /*warn_only=*/true);
+  // The fused kernels of attention add up in any order.
+  at::globalContext().setSDPUseFlash(false);
+  at::globalContext().setSDPUseMemEfficient(false);
+  at::globalContext().setSDPUseCuDNN(false);
 }
 
 ModelBytes model_bytes(const Options& options) {

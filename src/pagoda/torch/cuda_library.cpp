@@ -26,7 +26,7 @@ std::filesystem::path torch_folder() {
 void load_cuda() {
   static std::mutex mutex;
   const std::lock_guard lock(mutex);
-  if (at::globalContext().hasCUDA()) return;
+  // Not hasCUDA() first: torch remembers its answer for good.
   const std::string library = torch_folder() / "libtorch_cuda.so";
   PAGODA_REQUIRE(dlopen(library.c_str(), RTLD_NOW | RTLD_GLOBAL) != nullptr,
                  "torch's CUDA operators cannot be loaded: {}", dlerror());
