@@ -162,10 +162,10 @@ void Runtime::check_fit(const std::vector<Page*>& pages) {
   const device::ArenaStats arena = tiers_->arena().stats();
   if (largest != nullptr && largest->bytes() > arena.capacity) {
     throw UserError(fmt::format(
-        "the parameter '{}' alone takes {}, and the device budget has {} for pages; raise "
-        "device_budget",
-        largest->name, format_bytes(largest->bytes()), format_bytes(arena.capacity)));
-  }
+      "the model's states do not fit: {}; free are {} on the device, {} on the host{}; {}", list,
+      format_bytes(device_budget), format_bytes(host_budget),
+      has_nvme ? fmt::format(" and {} on NVMe", format_bytes(nvme_budget)) : "", help));
+}
   fit({{"parameters", parameters, pager_placement(config_.parameters)},
        {"gradients", gradients, pager_placement(config_.gradients)},
        {"optimizer", states, pager_placement(config_.optimizer)}},
