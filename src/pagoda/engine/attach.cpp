@@ -65,10 +65,10 @@ void fit(const std::vector<Need>& needs, Bytes device, Bytes host, Bytes nvme, b
                         format_bytes(host_budget + missing_host))
           : fmt::format("raise nvme_budget to {} or host_budget by {}",
                         format_bytes(nvme_budget + missing_nvme), format_bytes(missing_nvme));
-  throw UserError(
-      fmt::format("the model's states do not fit: {}; free are {} on the host{}; {}", list,
-                  format_bytes(host_budget),
-                  has_nvme ? fmt::format(" and {} on NVMe", format_bytes(nvme_budget)) : "", help));
+  throw UserError(fmt::format(
+      "the model's states do not fit: {}; free are {} on the device, {} on the host{}; {}", list,
+      format_bytes(device_budget), format_bytes(host_budget),
+      has_nvme ? fmt::format(" and {} on NVMe", format_bytes(nvme_budget)) : "", help));
 }
 
 }  // namespace
@@ -162,15 +162,15 @@ void Runtime::check_fit(const std::vector<Page*>& pages) {
   const device::ArenaStats arena = tiers_->arena().stats();
   if (largest != nullptr && largest->bytes() > arena.capacity) {
     throw UserError(fmt::format(
-      "the model's states do not fit: {}; free are {} on the device, {} on the host{}; {}", list,
-      format_bytes(device_budget), format_bytes(host_budget),
-      has_nvme ? fmt::format(" and {} on NVMe", format_bytes(nvme_budget)) : "", help));
-}
+        "the parameter '{}' alone takes {}, and the device budget has {} for pages; raise "
+        "device_budget",
+        largest->name, format_bytes(largest->bytes()), format_bytes(arena.capacity)));
+  }
   fit({{"parameters", parameters, pager_placement(config_.parameters)},
        {"gradients", gradients, pager_placement(config_.gradients)},
        {"optimizer", states, pager_placement(config_.optimizer)}},
-      arena.capacity, tiers_->budget(Tier::Host).available() + held, tiers_->budget(Tier::Nvme).available(),
-      tiers_->swap() != nullptr);
+      arena.capacity, tiers_->budget(Tier::Host).available() + held,
+      tiers_->budget(Tier::Nvme).available(), tiers_->swap() != nullptr);
 }
 
 void Runtime::check_equal_on_all_ranks(const std::vector<Page*>& pages) {

@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "pagoda/torch/cuda_library.h"
 
-#include <dlfcn.h>
-
 #include <filesystem>
 #include <mutex>
 #include <string>
 
 #include <ATen/Context.h>
+#include <dlfcn.h>
 
 #include "pagoda/base/error.h"
 
