@@ -47,7 +47,7 @@ TEST_P(CudaEngine, EqualsThePlainLoop) {
   const zoo::ModelBytes size = zoo::model_bytes(options);
   pagoda::Config config;
   config.device = "cuda";
-  config.gradient_staging = 2 * size.largest;
+  config.gradient_staging = 2 * size.largest + (16 << 10);
   config.device_budget = config.gradient_staging + size.all / 3 + 2 * size.largest;
   if (c.place == "device") config.device_budget = 16 * size.all;
   config.host_budget = pagoda::Bytes{4} << 30;
@@ -61,6 +61,10 @@ TEST_P(CudaEngine, EqualsThePlainLoop) {
   config.staging = 64 << 10;
   config.update_chunk = 32 << 10;
   const zoo::Trained plain = zoo::plain_loop(options, training);
+  // What the GPU itself does not repeat, no engine can.
+  if (!(zoo::plain_loop(options, training).losses == plain.losses)) {
+    GTEST_SKIP() << "the plain loop does not repeat its own bits here";
+  }
   const zoo::PagedTrained paged = zoo::paged_loop(options, training, config);
   EXPECT_TRUE(plain.losses == paged.losses) << "losses differ";
   ASSERT_EQ(plain.parameters.size(), paged.parameters.size());

@@ -142,6 +142,7 @@ void use_cuda() {
   setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8", 1);
   at::globalContext().setDeterministicAlgorithms(true, /*warn_only=*/true);
   // The fused kernels of attention add up in any order.
+  at::globalContext().setDeterministicCuDNN(true);
   at::globalContext().setSDPUseFlash(false);
   at::globalContext().setSDPUseMemEfficient(false);
   at::globalContext().setSDPUseCuDNN(false);

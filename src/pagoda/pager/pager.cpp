@@ -442,6 +442,12 @@ void Pager::owe(std::span<Page* const> pages) {
              page->readers == 0;
     });
     page->fetch_error = nullptr;
+    // On a GPU a fetch counts as done when its copies are queued: they must have read home.
+    if (const auto copied = page->ready.event) {
+      lock.unlock();
+      copied->wait();
+      lock.lock();
+    }
     if (page->fixed || page->residency != Residency::Resident) continue;
     PAGODA_CHECK_EQ(page->pins, page->holds,
                     "an operator still runs on a page that is updated (page {})", page->name);
