@@ -92,6 +92,9 @@ class Pager {
   /// Returns when home has seen every update that it owes; throws once touches are refused.
   void await_version(const Page& page);
 
+  /// The page's contents become those at `bytes`, in device memory, as if user code had written
+  /// them.
+  void overwrite(Page& page, const std::byte* bytes);
   /// Writes a dirty page's bytes to its home; the page stays. Waits.
   void write_back(Page& page);
   /// Writes back all that is dirty.

@@ -52,6 +52,7 @@ Engine::Impl::Impl(const Config& config, std::shared_ptr<comm::World> world)
 Engine::Impl::~Impl() {
   for (Parameter& parameter : parameters_) {
     if (auto alive = parameter.tensor.lock()) {
+      torch::ParameterTable::instance().erase(alive.get());
       torch::remove_gradient_hook(at::Tensor(std::move(alive)));
     }
   }
@@ -60,7 +61,7 @@ Engine::Impl::~Impl() {
     runtime_->fail(std::make_exception_ptr(
         EngineError(fmt::format("rank {} ended with an exception", runtime_->rank()))));
   }
-  for (auto& [key, storage] : storages_) torch::StorageTable::instance().erase(*storage);
+  for (auto& [key, storage] : storages_) torch::StorageTable::instance().erase(storage->key());
   torch::observer::remove();
   for (auto& [key, storage] : storages_) {
     if (storage->page() != nullptr) storage->page()->binding = nullptr;
@@ -133,15 +134,46 @@ torch::PageStorage& Engine::Impl::adopt(const at::Tensor& tensor, const std::str
   out.watch(page);
   runtime_->pager().set_binding(page, &out);
   storages_[out.key()] = std::move(storage);
-  torch::StorageTable::instance().insert(out);
+  torch::StorageTable::instance().insert(out.key(), out);
   return out;
+}
+
+/// The parameter's new storage becomes its page: same state, other bytes.
+void Engine::Impl::storage_exchanged(std::size_t index) {
+  Parameter& parameter = parameters_[index];
+  auto alive = parameter.tensor.lock();
+  if (alive == nullptr) return;
+  const at::Tensor tensor(std::move(alive));
+  if (find(tensor) != nullptr) return;
+  pager::Page& page = *parameter.storage->page();
+  const at::DisableRecordFunctionGuard unseen;
+  PAGODA_REQUIRE(
+      of_page_[&page].size() == 1 && tensor.storage().nbytes() == page.bytes() &&
+          static_cast<Bytes>(tensor.element_size()) == page.element_size &&
+          tensor.storage_offset() == 0 && tensor.device() == device(),
+      "parameter '{}' was given a storage of another size, type or device after attach(): "
+      "release() the model first",
+      parameter.name);
+  log::info("torch", "a parameter's storage was exchanged", {{"parameter", parameter.name}});
+  if (const auto stream = consumer()) stream->synchronize();
+  runtime_->pager().overwrite(page, static_cast<const std::byte*>(tensor.storage().data()));
+  auto storage = std::make_unique<torch::PageStorage>(tensor.storage(), runtime_->pager(), *this);
+  storage->watch(page);
+  const c10::StorageImpl* old = parameter.storage->key();
+  torch::StorageTable::instance().erase(old);
+  parameter.storage->let_go();
+  runtime_->pager().set_binding(page, storage.get());
+  parameter.storage = storage.get();
+  storages_.erase(old);
+  torch::StorageTable::instance().insert(storage->key(), *storage);
+  storages_[storage->key()] = std::move(storage);
 }
 
 /// Forgets storages that have died; the pager has been told by them.
 void Engine::Impl::sweep() {
   std::erase_if(storages_, [](auto& entry) {
     if (entry.second->alive()) return false;
-    torch::StorageTable::instance().erase(*entry.second);
+    torch::StorageTable::instance().erase(entry.second->key());
     return true;
   });
 }
@@ -251,6 +283,10 @@ void Engine::Impl::attach(::torch::nn::Module& model, std::vector<ParameterGroup
       Parameter& parameter = parameters_[i];
       parameter.page = runtime_->trained(*parameter.storage->page());
       of_page_[parameter.storage->page()].push_back(i);
+      parameter.attached =
+          std::make_unique<torch::AttachedParameter>(torch::AttachedParameter{this, i});
+      torch::ParameterTable::instance().insert(trained[i].first.unsafeGetTensorImpl(),
+                                               *parameter.attached);
       parameter.hook = torch::set_gradient_hook(
           trained[i].first, [this, i](const at::Tensor& tensor) { gradient_ready(i, tensor); });
     }
@@ -419,6 +455,7 @@ void Engine::Impl::release(::torch::nn::Module& model) {
     const at::Tensor& tensor = item.value();
     torch::PageStorage* storage = find(tensor);
     if (storage == nullptr) continue;
+    torch::ParameterTable::instance().erase(tensor.unsafeGetTensorImpl());
     torch::remove_gradient_hook(tensor);
     pager::Page& page = *storage->page();
     at::Tensor plain = at::empty({static_cast<std::int64_t>(page.elements)},
@@ -432,7 +469,7 @@ void Engine::Impl::release(::torch::nn::Module& model) {
       plain.copy_(all);
       if (const auto stream = consumer()) stream->synchronize();
     }
-    torch::StorageTable::instance().erase(*storage);
+    torch::StorageTable::instance().erase(storage->key());
     runtime_->pager().set_binding(page, nullptr);
     c10::DataPtr data =
         plain.storage().unsafeGetStorageImpl()->set_data_ptr(c10::DataPtr(nullptr, plain.device()));

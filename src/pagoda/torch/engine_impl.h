@@ -25,6 +25,7 @@ class Engine::Impl final : public torch::ObserverClient {
 
   void touch_failed(std::exception_ptr error) noexcept override;
   std::shared_ptr<device::Stream> consumer() override;
+  void storage_exchanged(std::size_t parameter) override;
 
   /// Makes the tensor's storage a page, if it is none yet.
   torch::PageStorage& adopt(const at::Tensor& tensor, const std::string& name);
@@ -50,8 +51,9 @@ class Engine::Impl final : public torch::ObserverClient {
     std::string name;
     torch::PageStorage* storage = nullptr;
     optim::TrainedPage* page = nullptr;
-    std::size_t in_page = 0;  // which of the page's parameters
-    void* hook = nullptr;     // ours: checked at each step
+    std::size_t in_page = 0;                             // which of the page's parameters
+    void* hook = nullptr;                                // ours: checked at each step
+    std::unique_ptr<torch::AttachedParameter> attached;  // in the observer's table
     // How often its hook fires in a backward pass: more than once when checkpoints recompute and
     // the parameter is used in several of them.
     std::size_t fires = 0;  // expected; 0: not known yet
