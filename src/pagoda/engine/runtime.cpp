@@ -279,6 +279,10 @@ StepResult Runtime::step_together(bool leaving, bool& all_leaving,
       all_leaving = leaving;
     }
     publish_writes(wrote);
+    // What user code has written is not in the homes yet, and the updates start from those.
+    for (Page* page : pager_->pages()) {
+      if (page != nullptr && page->whole_home() && page->dirty) pager_->write_back(*page);
+    }
 
     StepResult result;
     double factor = 1 / scale_.scale();

@@ -142,7 +142,7 @@ class Pager {
   bool try_take_block(Page& page, const Lock& lock);
   bool take_block(Page& page, std::span<const Access> accesses, Lock& lock);
   bool others_will_free(std::span<const Access> accesses, const Lock& lock) const;
-  void take_blocks_afresh(std::span<const Access> accesses, Lock& lock);
+  bool take_blocks_afresh(std::span<const Access> accesses, Lock& lock);
   bool start_absent(std::span<const Access> accesses, Lock& lock);
   void await(Page& page, Lock& lock);
   void use(Page& page, bool write, std::uint8_t mode, device::Stream* consumer, const Lock& lock);

@@ -320,12 +320,33 @@ void Engine::Impl::gradient_ready(std::size_t index, const at::Tensor& tensor) {
   if (!tensor.grad().defined()) return;
   const std::lock_guard lock(gradient_mutex_);
   ++parameter.fired;
-  const int pass = pass_.load();
-  const bool nested = pass != torch::kNoPass && pass != torch::current_pass();
+  const int pass = pass_.load() != torch::kNoPass ? pass_.load() : plain_pass();
+  const bool nested = pass != torch::current_pass();
   // Inside a checkpoint's own backward the parameter may come again: until it is known how often,
   // its gradient stays where torch adds to it.
   const std::size_t expected = parameter.fires != 0 ? parameter.fires : nested ? 0 : 1;
   if (expected != 0 && parameter.fired == expected) take_gradient(parameter, tensor);
+}
+
+/// The outermost pass under way where the user calls loss.backward(): the first that was seen and
+/// has not ended. When it ends, so does the micro-batch. Holds gradient_mutex_.
+int Engine::Impl::plain_pass() {
+  const int here = torch::current_pass();
+  if (std::find(plain_passes_.begin(), plain_passes_.end(), here) == plain_passes_.end()) {
+    plain_passes_.push_back(here);
+    torch::at_end_of_pass([this, here] {
+      {
+        const std::lock_guard lock(gradient_mutex_);
+        const bool outermost = !plain_passes_.empty() && plain_passes_.front() == here;
+        std::erase(plain_passes_, here);
+        if (!outermost) return;
+        plain_passes_.clear();
+      }
+      end_of_backward();
+      runtime_->reducer().end();
+    });
+  }
+  return plain_passes_.front();
 }
 
 /// Takes p.grad and hands it on, in the layout of the storage.
@@ -356,7 +377,7 @@ void Engine::Impl::take_gradient(Parameter& parameter, const at::Tensor& tensor)
     partial.flat = at::zeros({static_cast<std::int64_t>(elements)}, tensor.options());
     partial.present.assign(page.parameters.size(), false);
   }
-  partial.flat.as_strided(tensor.sizes(), tensor.strides(), tensor.storage_offset()).copy_(grad);
+  partial.flat.as_strided(tensor.sizes(), tensor.strides(), tensor.storage_offset()).add_(grad);
   partial.present[parameter.in_page] = true;
   if (std::all_of(partial.present.begin(), partial.present.end(), [](bool p) { return p; })) {
     Partial whole = std::move(partial);
@@ -408,6 +429,10 @@ void Engine::Impl::check_hooks() {
 
 StepReport Engine::Impl::step(bool joining) {
   runtime_->check();
+  {
+    const std::lock_guard lock(gradient_mutex_);
+    plain_passes_.clear();  // of passes that failed: their end was never told
+  }
   end_of_backward();
   check_hooks();
   const auto bumped = [this](pager::Page& page) { bump(page); };

@@ -69,6 +69,7 @@ class Engine::Impl final : public torch::ObserverClient {
   std::vector<optim::Segment> segments_of(const at::Tensor& tensor, std::size_t in_page) const;
   void take_gradient(Parameter& parameter, const at::Tensor& tensor);
   void push(optim::TrainedPage& page, at::Tensor flat, std::vector<bool> present);
+  int plain_pass();
   void end_of_backward();
   void check_hooks();
   void sweep();
@@ -80,6 +81,7 @@ class Engine::Impl final : public torch::ObserverClient {
   std::vector<Parameter> parameters_;
   std::unordered_map<const pager::Page*, std::vector<std::size_t>> of_page_;
   std::unordered_map<const optim::TrainedPage*, Partial> partial_;  // guarded by gradient_mutex_
+  std::vector<int> plain_passes_;  // begun by the user; guarded by gradient_mutex_
   std::mutex gradient_mutex_;
   std::atomic<int> pass_{-1};  // the backward pass under way, where it is ours
   std::unordered_map<void*, std::shared_ptr<device::Stream>> streams_;  // guarded by stream_mutex_
