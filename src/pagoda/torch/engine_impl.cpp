@@ -99,9 +99,29 @@ torch::PageStorage* Engine::Impl::find(const at::Tensor& tensor) const {
   return found == storages_.end() ? nullptr : found->second.get();
 }
 
+/// The same sizes over a storage on the engine's device.
+void Engine::Impl::point_at(at::Tensor& tensor, const c10::Storage& storage) const {
+  at::Tensor there = at::empty({0}, tensor.options().device(device()));
+  there.unsafeGetTensorImpl()->set_storage_keep_dtype(storage);
+  there.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides(),
+                                                     tensor.storage_offset());
+  tensor.set_data(there);
+}
+
 torch::PageStorage& Engine::Impl::adopt(const at::Tensor& tensor, const std::string& name) {
   sweep();
   if (torch::PageStorage* known = find(tensor)) return *known;
+  // A view of a storage that has moved to the engine's device already follows it there.
+  const auto moved = moved_.find(tensor.storage().unsafeGetStorageImpl());
+  if (moved != moved_.end()) {
+    if (auto there = moved->second.to.lock(); there != nullptr && !moved->second.from.expired()) {
+      const at::DisableRecordFunctionGuard unseen;
+      at::Tensor here = tensor;
+      point_at(here, c10::Storage(std::move(there)));
+      return *find(here);
+    }
+    moved_.erase(moved);
+  }
   PAGODA_REQUIRE(
       torch::StorageTable::instance().find(tensor.storage().unsafeGetStorageImpl()) == nullptr,
       "parameter '{}' belongs to another engine: release it there first", name);
@@ -120,14 +140,11 @@ torch::PageStorage& Engine::Impl::adopt(const at::Tensor& tensor, const std::str
       from_host ? device::Direction::HostToHost : device::Direction::DeviceToHost);
   at::Tensor here = tensor;
   if (tensor.device() != device()) {
-    // The parameter moves to the engine's device: the same sizes over a storage of its own there.
     c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, c10::DataPtr(nullptr, device()),
                          nullptr, false);
-    at::Tensor moved = at::empty({0}, tensor.options().device(device()));
-    moved.unsafeGetTensorImpl()->set_storage_keep_dtype(storage);
-    moved.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides(),
-                                                       tensor.storage_offset());
-    here.set_data(moved);
+    moved_[tensor.storage().unsafeGetStorageImpl()] = {tensor.storage().getWeakStorageImpl(),
+                                                       storage.getWeakStorageImpl()};
+    point_at(here, storage);
   }
   auto storage = std::make_unique<torch::PageStorage>(here.storage(), runtime_->pager(), *this);
   torch::PageStorage& out = *storage;

@@ -66,6 +66,13 @@ class Engine::Impl final : public torch::ObserverClient {
     std::vector<bool> present;
   };
 
+  /// A storage whose bytes went to the engine's device, and the one that has them there.
+  struct Moved {
+    c10::weak_intrusive_ptr<c10::StorageImpl> from;
+    c10::weak_intrusive_ptr<c10::StorageImpl> to;
+  };
+
+  void point_at(at::Tensor& tensor, const c10::Storage& storage) const;
   void check_trainable(const at::Tensor& tensor, const std::string& name) const;
   std::vector<optim::Segment> segments_of(const at::Tensor& tensor, std::size_t in_page) const;
   void take_gradient(Parameter& parameter, const at::Tensor& tensor);
@@ -79,6 +86,7 @@ class Engine::Impl final : public torch::ObserverClient {
 
   std::unique_ptr<engine::Runtime> runtime_;
   std::unordered_map<const c10::StorageImpl*, std::unique_ptr<torch::PageStorage>> storages_;
+  std::unordered_map<const c10::StorageImpl*, Moved> moved_;
   std::vector<Parameter> parameters_;
   std::unordered_map<const pager::Page*, std::vector<std::size_t>> of_page_;
   std::unordered_map<const optim::TrainedPage*, Partial> partial_;  // guarded by gradient_mutex_
