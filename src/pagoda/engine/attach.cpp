@@ -134,12 +134,14 @@ void Runtime::detach() {
 /// Law 2: a plan that cannot fit fails before step 1 and says what would make it fit.
 void Runtime::check_fit(const std::vector<Page*>& pages) {
   Bytes parameters = 0;
-  Bytes held = 0;  // homes that pages have now and that count as free
+  Bytes held_host = 0;  // homes that pages have now and that count as free
+  Bytes held_nvme = 0;
   const Page* largest = nullptr;
   for (const Page* page : pages) {
     const Range range = config_.zero == 3 ? pager_->slice_of(*page) : Range{0, page->elements};
     parameters += range.size() * page->element_size;
-    if (page->home.tier() == Tier::Host) held += page->home.size();
+    if (page->home.tier() == Tier::Host) held_host += page->home.size();
+    if (page->home.tier() == Tier::Nvme) held_nvme += page->home.size();
     if (largest == nullptr || page->bytes() > largest->bytes()) largest = page;
   }
   Bytes gradients = 0;
@@ -169,8 +171,8 @@ void Runtime::check_fit(const std::vector<Page*>& pages) {
   fit({{"parameters", parameters, pager_placement(config_.parameters)},
        {"gradients", gradients, pager_placement(config_.gradients)},
        {"optimizer", states, pager_placement(config_.optimizer)}},
-      arena.capacity, tiers_->budget(Tier::Host).available() + held,
-      tiers_->budget(Tier::Nvme).available(), tiers_->swap() != nullptr);
+      arena.capacity, tiers_->budget(Tier::Host).available() + held_host,
+      tiers_->budget(Tier::Nvme).available() + held_nvme, tiers_->swap() != nullptr);
 }
 
 void Runtime::check_equal_on_all_ranks(const std::vector<Page*>& pages) {

@@ -38,6 +38,7 @@ Bytes free_space(const std::vector<std::string>& directories) {
 }  // namespace
 
 std::shared_ptr<device::Device> make_device(const Config& config) {
+  if (config.made_device != nullptr) return config.made_device;
   if (config.device == "emulated") {
     device::emulated::Options options;
     options.checker = checker(config);

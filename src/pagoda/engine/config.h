@@ -14,6 +14,9 @@
 #include "pagoda/io/engine.h"
 #include "pagoda/io/swap_file.h"
 
+namespace pagoda::device {
+class Device;
+}
 namespace pagoda::io {
 class FaultPlan;
 }
@@ -81,6 +84,8 @@ struct Config {
 
   /// For tests: what shall go wrong below the swap space. Not a key.
   std::shared_ptr<io::FaultPlan> faults;
+  /// For tests and benches: the device itself, in place of the one that `device` names. Not a key.
+  std::shared_ptr<device::Device> made_device;
 
   /// Reads a JSON object. Sizes may be numbers or texts ("8GiB"). What is not named, or null, keeps
   /// its default. An unknown key is an error that names the nearest one. Does not validate().

@@ -73,6 +73,8 @@ struct Page {
   bool prefetched = false;    // came by prefetch and was not used yet
   std::exception_ptr fetch_error;
   std::uint64_t last_touch = 0;  // position in the sequence of touches
+  std::uint32_t place = 0;       // in the pager's list of resident pages
+  bool spare = false;            // counted among the bytes that may be evicted
   bool dead = false;             // its storage is gone
 
   Bytes bytes() const noexcept { return elements * element_size; }

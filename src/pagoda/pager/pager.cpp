@@ -80,6 +80,7 @@ Page& Pager::adopt(std::string name, std::uint64_t elements, Bytes element_size,
     pages_.push_back(std::make_unique<Page>(id, std::move(name), elements, element_size));
     page = pages_.back().get();
     by_id_.push_back(page);
+    ++absent_;
   }
   try {
     page->home =
@@ -121,12 +122,44 @@ void Pager::drop(Page& page) {
            page.readers == 0;
   });
   page.binding = nullptr;
-  if (foresight_ != nullptr) foresight_->forget(page.id);
-  by_id_[page.id] = nullptr;
-  pages_[page.id].reset();
+  remove(page, lock);
 }
 
-void Pager::bury(const Lock& /*lock*/) {
+void Pager::remove(Page& page, const Lock& lock) {
+  if (foresight_ != nullptr) foresight_->forget(page.id);
+  set_residency(page, Residency::Absent, lock);
+  --absent_;
+  const PageId id = page.id;
+  by_id_[id] = nullptr;
+  pages_[id].reset();
+}
+
+void Pager::set_residency(Page& page, Residency to, const Lock& lock) {
+  if (page.residency == Residency::Absent) --absent_;
+  if (page.residency == Residency::Resident) {
+    by_id_[resident_.back()]->place = page.place;
+    resident_[page.place] = resident_.back();
+    resident_.pop_back();
+  }
+  page.residency = to;
+  if (to == Residency::Absent) ++absent_;
+  if (to == Residency::Resident) {
+    page.place = static_cast<std::uint32_t>(resident_.size());
+    resident_.push_back(page.id);
+  }
+  ++changes_;
+  recount(page, lock);
+}
+
+/// After a change of what evictable() looks at.
+void Pager::recount(Page& page, const Lock& /*lock*/) noexcept {
+  const bool spare = evictable(page, false);
+  if (spare == page.spare) return;
+  page.spare = spare;
+  spare_ = spare ? spare_ + page.bytes() : spare_ - page.bytes();
+}
+
+void Pager::bury(const Lock& lock) {
   if (!any_dead_.load(std::memory_order_acquire)) return;
   const std::lock_guard graves(graveyard_mutex_);
   std::erase_if(graveyard_, [&](Page* page) {
@@ -138,9 +171,7 @@ void Pager::bury(const Lock& /*lock*/) {
                       page->pins > 0 || page->owes();
     if (busy) return false;
     log::debug("pager", "page dropped with its storage", {{"page", page->name}});
-    if (foresight_ != nullptr) foresight_->forget(page->id);
-    by_id_[page->id] = nullptr;
-    pages_[page->id].reset();
+    remove(*page, lock);
     return true;
   });
   any_dead_.store(!graveyard_.empty(), std::memory_order_release);
@@ -166,7 +197,10 @@ void Pager::touch(std::span<const Access> accesses, std::uint8_t mode, device::S
       stalled_ += watch.elapsed_ns();
       continue;
     }
-    for (const Access& access : accesses) ++access.page->pins;
+    for (const Access& access : accesses) {
+      ++access.page->pins;
+      recount(*access.page, lock);
+    }
     try {
       if (!start_absent(accesses, lock)) {  // no room until another thread is done with its pages
         unpin_all(accesses, lock);
@@ -402,8 +436,11 @@ void Pager::unpin(std::span<const Access> accesses, device::Stream* /*consumer*/
   unpin_all(accesses, lock);
 }
 
-void Pager::unpin_all(std::span<const Access> accesses, const Lock& /*lock*/) noexcept {
-  for (const Access& access : accesses) --access.page->pins;
+void Pager::unpin_all(std::span<const Access> accesses, const Lock& lock) noexcept {
+  for (const Access& access : accesses) {
+    --access.page->pins;
+    recount(*access.page, lock);
+  }
   if (starved_ > 0) changed_.notify_all();
 }
 
@@ -419,11 +456,13 @@ void Pager::release_hold(Page& page) noexcept {
   const Lock lock(mutex_);
   --page.holds;
   --page.pins;
+  ++changes_;
+  recount(page, lock);
   if (starved_ > 0) changed_.notify_all();
 }
 
 Occupancy Pager::occupancy(const Lock& /*lock*/) {
-  return {by_id_, tiers_.arena().stats().largest_free, fetching_};
+  return {by_id_, resident_, tiers_.arena().stats().largest_free, spare_, changes_};
 }
 
 Page* Pager::victim(PageId for_page, bool may_be_dirty, const Lock& lock) {
@@ -441,7 +480,7 @@ Page* Pager::victim(PageId for_page, bool may_be_dirty, const Lock& lock) {
 
 /// Starts what the foresight wants fetched ahead, as far as room can be made.
 void Pager::pump(const Lock& lock) {
-  if (foresight_ == nullptr || starved_ > 0 || !refused_.empty()) return;
+  if (absent_ == 0 || foresight_ == nullptr || starved_ > 0 || !refused_.empty()) return;
   while (fetching_ < 2 * options_.fetch_threads) {
     const PageId id = foresight_->next_fetch(occupancy(lock));
     if (id == kNoPage) return;
@@ -484,6 +523,7 @@ void Pager::updated(Page& page, std::uint64_t version) {
   const Lock lock(mutex_);
   page.version = version;
   page.blank = false;
+  ++changes_;
   if (page.fixed) page.resident_version = version;
   changed_.notify_all();
   pump(lock);
@@ -527,8 +567,8 @@ void Pager::drop_copy(Page& page, const Lock& lock) {
   unbind(page, lock);
   page.block = {};
   page.ready = {};
-  page.residency = Residency::Absent;
   page.dirty = false;
+  set_residency(page, Residency::Absent, lock);
   ++stats_.evictions;
   if (page.prefetched) ++stats_.wasted_prefetches;
   page.prefetched = false;

@@ -157,6 +157,9 @@ class Pager {
   void store(Page& page, const std::byte* from);
   void tell_overwritten(Page& page, Range slice, Range written, const std::byte* after);
   void pump(const Lock& lock);
+  void set_residency(Page& page, Residency to, const Lock& lock);
+  void recount(Page& page, const Lock& lock) noexcept;
+  void remove(Page& page, const Lock& lock);
   void bury(const Lock& lock);
   void unbind(Page& page, const Lock& lock);
   void unpin_all(std::span<const Access> accesses, const Lock& lock) noexcept;
@@ -175,6 +178,10 @@ class Pager {
   std::vector<Lane> lanes_;                   // `busy` guarded by mutex_
   std::uint64_t sequence_ = 0;                // guarded by mutex_
   std::uint32_t fetching_ = 0;                // guarded by mutex_
+  std::size_t absent_ = 0;                    // guarded by mutex_
+  std::vector<PageId> resident_;              // guarded by mutex_
+  Bytes spare_ = 0;                           // guarded by mutex_: bytes that may be evicted
+  std::uint64_t changes_ = 0;                 // guarded by mutex_: of what could be fetched
   Nanos stalled_ = 0;                         // guarded by mutex_: since the last touch
   std::uint32_t starved_ = 0;                 // guarded by mutex_: touches waiting for room
   std::string refused_;                       // guarded by mutex_; empty: all is well

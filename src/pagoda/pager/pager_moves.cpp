@@ -12,8 +12,8 @@
 
 namespace pagoda::pager {
 
-void Pager::start_fetch(Page& page, Priority priority, const Lock& /*lock*/) {
-  page.residency = Residency::Fetching;
+void Pager::start_fetch(Page& page, Priority priority, const Lock& lock) {
+  set_residency(page, Residency::Fetching, lock);
   page.fetch_error = nullptr;
   ++fetching_;
   (void)fetchers_.submit([this, &page] { fetch(page); }, priority);
@@ -53,7 +53,8 @@ void Pager::fetch(Page& page) {
   {
     const Lock lock(mutex_);
     --fetching_;
-    page.residency = Residency::Resident;
+    stats_.fetch_busy += watch.elapsed_ns();
+    set_residency(page, Residency::Resident, lock);
     page.resident_version = version;
     if (error != nullptr) {
       page.prefetched = false;
@@ -220,7 +221,7 @@ void Pager::write_back(Page& page, Lock& lock) {
     page.dirty = false;
     return;
   }
-  page.residency = Residency::Leaving;
+  set_residency(page, Residency::Leaving, lock);
   lock.unlock();
   std::exception_ptr error;
   try {
@@ -231,9 +232,9 @@ void Pager::write_back(Page& page, Lock& lock) {
     error = std::current_exception();
   }
   lock.lock();
-  page.residency = Residency::Resident;
-  ++stats_.writebacks;
   if (error == nullptr) page.dirty = false;
+  set_residency(page, Residency::Resident, lock);
+  ++stats_.writebacks;
   changed_.notify_all();
   if (error != nullptr) std::rethrow_exception(error);
 }

@@ -35,35 +35,20 @@ class Oracle::View final : public ArenaView {
     return state;
   }
 
-  std::span<const PageId> resident() const override {
-    if (!listed_) {
-      listed_ = true;
-      for (const pager::Page* page : occupancy_.pages) {
-        if (page == nullptr || page->residency != pager::Residency::Resident) continue;
-        resident_.push_back(page->id);
-        if (!this->page(page->id).pinned) evictable_ += page->bytes();
-      }
-    }
-    return resident_;
-  }
+  std::span<const PageId> resident() const override { return occupancy_.resident; }
 
   Bytes free() const override { return occupancy_.free; }
 
-  Bytes evictable() const override {
-    (void)resident();
-    return evictable_;
-  }
+  Bytes evictable() const override { return occupancy_.evictable; }
 
  private:
   const pager::Occupancy& occupancy_;
   const bool may_be_dirty_;
-  mutable bool listed_ = false;
-  mutable std::vector<PageId> resident_;
-  mutable Bytes evictable_ = 0;
 };
 
 void Oracle::touched(pager::PageId page, std::uint8_t mode, Nanos now) {
   predictor_.touch({page, mode}, now);
+  now_ = now;
 }
 
 void Oracle::stalled(Nanos wait) {
@@ -76,11 +61,23 @@ void Oracle::forget(pager::PageId page) {
 
 void Oracle::fetched(Bytes bytes, double seconds) {
   rate_.add(bytes, seconds);
+  quiet_ = {};
 }
 
 pager::PageId Oracle::next_fetch(const pager::Occupancy& occupancy) {
+  if (quiet_.changes == occupancy.changes && quiet_.surprises == predictor_.surprises() &&
+      predictor_.position() < quiet_.position && now_ < quiet_.time) {
+    return pager::kNoPage;
+  }
   const View view(occupancy, false);
-  return Schedule(predictor_, view, rate_).next_fetch().value_or(pager::kNoPage);
+  Schedule::Pause pause;
+  if (const auto next = Schedule(predictor_, view, rate_).next_fetch(&pause)) {
+    quiet_ = {};
+    return *next;
+  }
+  quiet_ = {occupancy.changes, predictor_.surprises(), predictor_.position() + pause.touches,
+            now_ + pause.time};
+  return pager::kNoPage;
 }
 
 pager::PageId Oracle::victim(const pager::Occupancy& occupancy, pager::PageId for_page,

@@ -35,9 +35,18 @@ class Oracle final : public pager::Foresight {
 
  private:
   class View;
+  /// Until when nothing can start that was not started before.
+  struct Quiet {
+    std::uint64_t changes = ~std::uint64_t{0};
+    std::uint64_t surprises = 0;
+    std::uint64_t position = 0;
+    Nanos time = 0;
+  };
 
   Predictor predictor_;
   FetchRate rate_;
+  Nanos now_ = 0;  // of the last touch
+  Quiet quiet_;
 };
 
 }  // namespace pagoda::prefetch

@@ -76,6 +76,9 @@ class Predictor {
   /// How many touches ago the page was touched, 0 being the current one. Constant time.
   std::optional<std::uint64_t> last_use(PageId page) const noexcept;
 
+  /// Touches so far, repeats left out; and those of them that were not expected.
+  std::uint64_t position() const noexcept { return position_; }
+  std::uint64_t surprises() const noexcept { return stats_.misses + stats_.unknown; }
   Stats stats() const;
 
  private:
