@@ -95,6 +95,11 @@ void Runtime::attach(const std::vector<Page*>& pages, std::vector<TrainedSpec> s
       trained_.push_back(std::move(page));
     }
     pages_ = pages;
+    std::vector<TrainedPage*> order;  // gradients come last parameter first, until more is known
+    for (auto page = trained_.rbegin(); page != trained_.rend(); ++page) {
+      order.push_back(page->get());
+    }
+    reducer_->set_order(std::move(order));  // takes its buffers before states fill the host
     check_fit(pages);
     if (!alone()) check_equal_on_all_ranks(pages);
     place(pages);
@@ -108,13 +113,9 @@ void Runtime::attach(const std::vector<Page*>& pages, std::vector<TrainedSpec> s
                            pager::tag::kOptimizer, page->page->name);
       updater_->add(*page, rule);
     }
-    std::vector<TrainedPage*> order;  // gradients come last parameter first, until more is known
-    for (auto page = trained_.rbegin(); page != trained_.rend(); ++page) {
-      order.push_back(page->get());
-    }
-    reducer_->set_order(std::move(order));
     if (!alone()) control_->barrier();  // from here on others may pull
   } catch (...) {
+    reducer_->set_order({});
     for (const auto& page : trained_) updater_->remove(*page);
     trained_.clear();
     pages_.clear();

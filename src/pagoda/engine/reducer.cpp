@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 #include <utility>
 
 #include "pagoda/base/error.h"
@@ -71,21 +72,14 @@ void Reducer::set_order(std::vector<TrainedPage*> order) {
 /// Cuts the round into buckets: whole slices of small pages together, large ones in pieces.
 void Reducer::plan_buckets(const Lock& /*lock*/) {
   buckets_.clear();
-  Bytes largest = 0;
   std::vector<Item> bucket;
+  std::vector<Bytes> sizes;  // of all items
   Bytes filled = 0;
-  const auto close = [&] {
-    if (bucket.empty()) return;
-    Bytes sum = 0;
-    for (int rank = 0; rank < ranks_; ++rank) sum += message_bytes(bucket, rank);
-    Bytes in = message_bytes(bucket, rank_) * static_cast<Bytes>(ranks_);
-    largest = std::max({largest, sum, in});
-    buckets_.push_back(std::exchange(bucket, {}));
-    filled = 0;
-  };
+  Bytes flags = 0;
   for (TrainedPage* page : order_) {
     const std::uint64_t slice = pager_.slicing().of(page->elements(), 0).size();
     const Bytes size = page->page->element_size;
+    flags = std::max(flags, flag_bytes(*page));
     const std::uint64_t most = std::max<std::uint64_t>(
         pager::Slicing::kBlock, options_.bucket / (size * static_cast<Bytes>(ranks_)) /
                                     pager::Slicing::kBlock * pager::Slicing::kBlock);
@@ -93,18 +87,37 @@ void Reducer::plan_buckets(const Lock& /*lock*/) {
     do {
       const std::uint64_t count = std::min(most, slice - done);
       const Bytes bytes = count * size * static_cast<Bytes>(ranks_);
-      if (filled + bytes > options_.bucket) close();
+      if (filled + bytes > options_.bucket && !bucket.empty()) {
+        buckets_.push_back(std::exchange(bucket, {}));
+        filled = 0;
+      }
       bucket.push_back({page, done, count, done + count == slice});
+      sizes.push_back(bytes);
       filled += bytes;
       done += count;
     } while (done < slice);
   }
-  close();
+  if (!bucket.empty()) buckets_.push_back(std::move(bucket));
   // One rank alone needs no messages; a GPU's gradients still need a place to arrive at.
   const bool staged = ranks_ > 1 || !pager_.tiers().device_is_host();
+  if (!staged || sizes.empty()) return;
+  // Whatever the order, a bucket is no larger than this: the buffers are taken once, at attach.
+  std::sort(sizes.begin(), sizes.end());
+  const Bytes data = std::max(options_.bucket, sizes.back());
+  Bytes items = 0;
+  Bytes sum = 0;
+  for (const Bytes bytes : sizes) {
+    sum += bytes;
+    ++items;
+    if (sum > options_.bucket) break;
+  }
+  const Bytes all = std::accumulate(sizes.begin(), sizes.end(), Bytes{0});
   // At least a block of elements: run_alone() takes whole blocks at a time.
-  largest = std::max<Bytes>(largest, pager::Slicing::kBlock * sizeof(float));
-  if (!staged || largest <= buffer_bytes_) return;
+  const Bytes largest =
+      std::max<Bytes>(pager::Slicing::kBlock * sizeof(float),
+                      std::min(data, all) +
+                          items * static_cast<Bytes>(ranks_) * (flags + kAlignment));
+  if (largest <= buffer_bytes_) return;
   outgoing_ = {};
   incoming_ = {};
   outgoing_ = pager_.tiers().host().allocate(largest, pager::tag::kStaging, "gradients out");

@@ -55,6 +55,8 @@ struct Page {
   Home own_copy;
   /// Home and resident copy are one: the page lives on the device and never leaves.
   bool fixed = false;
+  /// What a fixed page held when user code began to write to it, until masters have followed.
+  Home before;
   /// Updates that home has seen, and that it must have seen before anybody may look.
   std::uint64_t version = 0;
   std::uint64_t wanted = 0;

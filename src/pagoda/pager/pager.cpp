@@ -218,6 +218,9 @@ void Pager::touch(std::span<const Access> accesses, std::uint8_t mode, device::S
         unpin_all(accesses, lock);
         continue;
       }
+      for (const Access& access : accesses) {
+        if (access.write) keep_before(*access.page, lock);
+      }
     } catch (...) {
       if (!lock.owns_lock()) lock.lock();
       unpin_all(accesses, lock);

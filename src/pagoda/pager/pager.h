@@ -153,7 +153,9 @@ class Pager {
   void fill_from(const Page& page, const Home& home, Range range, std::byte* to, Lane& lane);
   void fill_from_others(const Page& page, std::byte* to, std::uint64_t version, Lane& lane);
   void drop_copy(Page& page, const Lock& lock);
+  void keep_before(Page& page, Lock& lock);
   void write_back(Page& page, Lock& lock);
+  void tell_fixed(Page& page);
   void store(Page& page, const std::byte* from);
   void tell_overwritten(Page& page, Range slice, Range written, const std::byte* after);
   void pump(const Lock& lock);

@@ -216,9 +216,53 @@ void Pager::write_back_all() {
   }
 }
 
+/// A fixed page is written in place: masters can only follow if what it held is kept. Pinned.
+void Pager::keep_before(Page& page, Lock& lock) {
+  const bool has_master = debts_ != nullptr && page.element_size == 2;
+  if (!page.fixed || !has_master || page.dirty || page.before) return;
+  lock.unlock();
+  Home copy = tiers_.allocate(page.bytes(), Placement::Host, tag::kParameters, page.name);
+  {
+    const std::lock_guard writing(write_mutex_);
+    for (Bytes done = 0; done < page.bytes();) {
+      const std::span buffer(write_staging_.data(),
+                             std::min(options_.staging, page.bytes() - done));
+      tiers_.read(page.home, done, buffer);
+      tiers_.write(copy, done, buffer);
+      done += buffer.size();
+    }
+  }
+  lock.lock();
+  if (!page.before) page.before = std::move(copy);
+}
+
+/// Tells the debts what user code has changed in a fixed page. Holds write_mutex_, not mutex_.
+void Pager::tell_fixed(Page& page) {
+  const Range kept = debts_->kept(page, slice_of(page));
+  const Bytes size = page.element_size;
+  const Bytes half = options_.staging / 2 / size * size;
+  for (Bytes at = kept.begin * size; at < kept.end * size;) {
+    const Bytes piece = std::min(half, kept.end * size - at);
+    const std::span after(write_staging_.data(), piece);
+    const std::span before(write_staging_.data() + options_.staging / 2, piece);
+    tiers_.read(page.home, at, after);
+    tiers_.read(page.before, at, before);
+    debts_->overwritten(page, at / size, piece / size, before.data(), after.data());
+    at += piece;
+  }
+}
+
 void Pager::write_back(Page& page, Lock& lock) {
   if (page.fixed) {
     page.dirty = false;
+    if (!page.before) return;
+    lock.unlock();
+    {
+      const std::lock_guard writing(write_mutex_);
+      tell_fixed(page);
+    }
+    lock.lock();
+    page.before = {};
     return;
   }
   set_residency(page, Residency::Leaving, lock);

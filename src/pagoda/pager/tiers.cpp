@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "pagoda/pager/tiers.h"
 
+#include <algorithm>
 #include <cstring>
 #include <utility>
 
@@ -55,7 +56,12 @@ Home Tiers::as_home(device::Block block) {
 }
 
 std::optional<Home> Tiers::on_host(Bytes bytes, std::string_view tag, std::string_view name) {
-  if (!host_memory_.fits(bytes, tag)) return std::nullopt;
+  // What goes to NVMe later needs host bytes for its checksums: they are not given away.
+  constexpr Bytes kMostForSums = 16;
+  const Bytes sums = swap_ == nullptr ? 0
+                                      : std::min(swap_->sum_bytes(nvme_budget_.available()),
+                                                 host_budget_.limit() / kMostForSums);
+  if (!host_memory_.fits(bytes + sums, tag)) return std::nullopt;
   Home home;
   try {
     home.memory_ = host_memory_.allocate(bytes, tag, name);

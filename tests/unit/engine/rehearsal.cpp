@@ -1,0 +1,320 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "unit/engine/rehearsal.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <exception>
+#include <mutex>
+#include <thread>
+
+#include "pagoda/base/error.h"
+#include "pagoda/comm/thread_world.h"
+#include "pagoda/engine/runtime.h"
+#include "pagoda/kernels/cast.h"
+#include "pagoda/kernels/gradient_norm.h"
+#include "pagoda/kernels/rounding_counter.h"
+
+namespace pagoda::engine {
+namespace {
+
+using kernels::Dtype;
+using pager::Access;
+using pager::Page;
+using Bits = std::vector<std::byte>;
+
+class Place final : public pager::Binding {
+ public:
+  void bind(std::byte* data) noexcept override { data_.store(data); }
+  void unbind(const std::string& /*why*/) noexcept override { data_.store(nullptr); }
+  std::byte* data() const noexcept { return data_.load(); }
+
+ private:
+  std::atomic<std::byte*> data_{nullptr};
+};
+
+float made_up(std::uint64_t a, std::uint64_t b, std::uint64_t c) {
+  const std::uint64_t bits = kernels::mix64(kernels::mix64(kernels::mix64(a) ^ b) ^ c);
+  return static_cast<float>(static_cast<std::int64_t>(bits >> 40U) - (1 << 23)) / 0x1p23F;
+}
+
+Bits in_type(Dtype dtype, const std::vector<float>& values) {
+  Bits out(values.size() * kernels::element_size(dtype));
+  kernels::cast(values.data(), kernels::Elements{dtype, out.data()}, values.size());
+  return out;
+}
+
+std::vector<float> in_floats(Dtype dtype, const Bits& bits) {
+  std::vector<float> out(bits.size() / kernels::element_size(dtype));
+  kernels::cast(kernels::ConstElements{dtype, bits.data()}, out.data(), out.size());
+  return out;
+}
+
+Bits initial(const Rehearsal& r, std::size_t page) {
+  std::vector<float> values(r.pages[page]);
+  for (std::size_t i = 0; i < values.size(); ++i) values[i] = made_up(1, page, i);
+  return in_type(r.dtype, values);
+}
+
+bool contributes(const Rehearsal& r, int rank, int step, int micro, std::size_t page) {
+  if (r.all_contribute) return true;
+  if ((page + static_cast<std::size_t>(step)) % 4 == 3) return false;  // nobody has it
+  return (static_cast<std::size_t>(rank + step + micro) + page) % 3 != 0;
+}
+
+Bits gradient(const Rehearsal& r, int rank, int step, int micro, std::size_t page) {
+  std::vector<float> values(r.pages[page]);
+  const auto seed = static_cast<std::uint64_t>((rank * 100 + step) * 100 + micro);
+  for (std::size_t i = 0; i < values.size(); ++i) values[i] = made_up(2 + seed, page, i);
+  return in_type(r.dtype, values);
+}
+
+bool is_written(const Rehearsal& r, int step, std::size_t page) {
+  return r.writes && step > 0 && (page + static_cast<std::size_t>(step)) % 2 == 0;
+}
+
+/// What user code makes of a page before `step`: every third element is another.
+void write_to(int step, Dtype dtype, std::span<std::byte> bytes) {
+  const Bits other = in_type(dtype, {0.25F * static_cast<float>(step)});
+  for (std::size_t at = 0; at < bytes.size(); at += 3 * other.size()) {
+    std::memcpy(bytes.data() + at, other.data(), other.size());
+  }
+}
+
+/// One page as plain arrays.
+struct Plain {
+  Bits value;
+  std::vector<float> master;
+  Bits momentum, variance;
+  Bits sum;
+  bool filled = false;
+  std::uint64_t updates = 0;
+};
+
+/// What every page holds during the forward of each step: [step][page]; one more for the end.
+std::vector<std::vector<Bits>> expected(const Rehearsal& r) {
+  const bool fp32_sums = r.config.gradient_dtype == GradientType::Fp32;
+  const Dtype sum_type = fp32_sums ? Dtype::F32 : r.dtype;
+  const Dtype moments = r.config.moments == MomentType::Bf16 ? Dtype::BF16 : Dtype::F32;
+  std::vector<Plain> pages(r.pages.size());
+  for (std::size_t p = 0; p < pages.size(); ++p) {
+    pages[p].value = initial(r, p);
+    pages[p].master = in_floats(r.dtype, pages[p].value);
+    const std::size_t moment_bytes = r.pages[p] * kernels::element_size(moments);
+    if (optim::has_momentum(r.optimizer)) pages[p].momentum.resize(moment_bytes);
+    if (optim::has_variance(r.optimizer)) pages[p].variance.resize(moment_bytes);
+    pages[p].sum.resize(r.pages[p] * kernels::element_size(sum_type));
+  }
+  ThreadPool pool(1, "expected");
+  const float mean = 1.0F / static_cast<float>(r.ranks);
+  std::vector<std::vector<Bits>> out;
+  for (int step = 0; step <= r.steps; ++step) {
+    auto& now = out.emplace_back();
+    for (std::size_t p = 0; p < pages.size(); ++p) {
+      Plain& page = pages[p];
+      if (is_written(r, step, p)) {
+        const Bits before = page.value;
+        write_to(step, r.dtype, page.value);
+        const std::vector<float> fresh = in_floats(r.dtype, page.value);
+        const std::size_t size = kernels::element_size(r.dtype);
+        for (std::size_t i = 0; i < fresh.size(); ++i) {
+          if (std::memcmp(&before[i * size], &page.value[i * size], size) != 0) {
+            page.master[i] = fresh[i];
+          }
+        }
+      }
+      now.push_back(page.value);
+    }
+    if (step == r.steps) break;
+    double squares = 0;
+    for (std::size_t p = 0; p < pages.size(); ++p) {
+      Plain& page = pages[p];
+      page.filled = false;
+      for (int micro = 0; micro < r.micro_batches; ++micro) {
+        std::vector<float> total(r.pages[p], 0.0F);
+        bool any = false;
+        for (int rank = 0; rank < r.ranks; ++rank) {
+          if (!contributes(r, rank, step, micro, p)) continue;
+          const std::vector<float> g = in_floats(r.dtype, gradient(r, rank, step, micro, p));
+          for (std::size_t i = 0; i < g.size(); ++i) total[i] = any ? total[i] + g[i] : g[i];
+          any = true;
+        }
+        if (!any) continue;
+        for (float& value : total) value *= mean;
+        if (page.filled) {
+          const std::vector<float> before = in_floats(sum_type, page.sum);
+          for (std::size_t i = 0; i < total.size(); ++i) total[i] = before[i] + total[i];
+        }
+        page.sum = in_type(sum_type, total);
+        page.filled = true;
+      }
+      if (page.filled) {
+        squares += kernels::sum_of_squares(kernels::ConstElements{sum_type, page.sum.data()},
+                                           r.pages[p], 1);
+      }
+    }
+    double factor = 1;
+    if (r.config.clip > 0) factor = std::min(1.0, r.config.clip / (std::sqrt(squares) + 1e-6));
+    for (std::size_t p = 0; p < pages.size(); ++p) {
+      Plain& page = pages[p];
+      if (!page.filled) continue;
+      kernels::OptimizerSlice slice;
+      slice.count = r.pages[p];
+      slice.grad = kernels::ConstElements{sum_type, page.sum.data()};
+      slice.master = page.master.data();
+      if (r.dtype != Dtype::F32) slice.param = kernels::Elements{r.dtype, page.value.data()};
+      if (!page.momentum.empty()) slice.momentum = kernels::Elements{moments, page.momentum.data()};
+      if (!page.variance.empty()) slice.variance = kernels::Elements{moments, page.variance.data()};
+      const std::uint64_t seed = kernels::mix64(kernels::mix64(r.config.seed) ^ p);
+      optim::apply(r.optimizer, {++page.updates, factor, seed}, slice, pool);
+      if (r.dtype == Dtype::F32) page.value = in_type(Dtype::F32, page.master);
+    }
+  }
+  return out;
+}
+
+/// One rank.
+class Rank {
+ public:
+  Rank(const Rehearsal& r, std::shared_ptr<comm::World> world,
+       const std::vector<std::vector<Bits>>& right)
+      : r_(r),
+        right_(right),
+        rank_(world->rank()),
+        places_(r.pages.size()),
+        runtime_(r.config, std::move(world)) {
+    const Bytes size = kernels::element_size(r.dtype);
+    std::vector<TrainedSpec> trained;
+    for (std::size_t p = 0; p < r.pages.size(); ++p) {
+      const Bits bits = initial(r, p);
+      Page& page = runtime_.pager().adopt(fmt::format("page {}", p), r.pages[p], size,
+                                          pager::Placement::Host, bits.data(),
+                                          device::Direction::HostToHost);
+      runtime_.pager().set_binding(page, &places_[p]);
+      pages_.push_back(&page);
+      TrainedSpec spec;
+      spec.page = &page;
+      spec.dtype = r.dtype;
+      spec.segments = {{{0, r.pages[p]}, 0, 0}};
+      spec.parameters = {{static_cast<std::uint32_t>(p), 0, 0, false, false}};
+      trained.push_back(std::move(spec));
+    }
+    runtime_.attach(pages_, std::move(trained), {r.optimizer});
+  }
+
+  void train() {
+    for (int step = 0; step < r_.steps; ++step) {
+      write(step);
+      for (int micro = 0; micro < r_.micro_batches; ++micro) {
+        forward(step);
+        backward(step, micro);
+      }
+      runtime_.step([](Page&) {});
+    }
+    write(r_.steps);
+    forward(r_.steps);
+    runtime_.finish();
+    forward(r_.steps);
+  }
+
+ private:
+  void write(int step) {
+    for (std::size_t p = 0; p < pages_.size(); ++p) {
+      if (!is_written(r_, step, p)) continue;
+      const Access access{pages_[p], true};
+      runtime_.pager().touch({&access, 1}, 1, nullptr);
+      write_to(step, r_.dtype, {places_[p].data(), pages_[p]->bytes()});
+      runtime_.pager().unpin({&access, 1}, nullptr);
+    }
+  }
+
+  /// Operators of one or two pages, by several threads that start at different ones.
+  void forward(int step) {
+    std::exception_ptr first;
+    std::mutex mutex;
+    const auto run = [&](unsigned thread) {
+      try {
+        for (std::size_t i = 0; i < pages_.size(); ++i) {
+          const std::size_t p = (i + thread * 2) % pages_.size();
+          const std::size_t q = (p + 1) % pages_.size();
+          std::vector<Access> accesses = {{pages_[p], false}};
+          if (i % 2 == 1 && q != p) accesses.push_back({pages_[q], false});
+          look(step, accesses);
+        }
+      } catch (...) {
+        const std::lock_guard lock(mutex);
+        if (first == nullptr) first = std::current_exception();
+      }
+    };
+    std::vector<std::jthread> others;
+    for (unsigned t = 1; t < r_.touching_threads; ++t) others.emplace_back(run, t);
+    run(0);
+    others.clear();
+    if (first != nullptr) std::rethrow_exception(first);
+  }
+
+  void look(int step, const std::vector<Access>& accesses) {
+    runtime_.pager().touch(accesses, 1, nullptr);
+    std::string wrong;
+    for (const Access& access : accesses) {
+      const std::size_t p = access.page->id;
+      const Bits& right = right_[static_cast<std::size_t>(step)][p];
+      const std::byte* data = places_[p].data();
+      if (data == nullptr) {
+        wrong = fmt::format("page {} is not bound in step {}", p, step);
+      } else if (!right.empty() && std::memcmp(data, right.data(), right.size()) != 0) {
+        wrong = fmt::format("rank {}: page {} has other bytes in step {}", rank_, p, step);
+      }
+    }
+    runtime_.pager().unpin(accesses, nullptr);
+    if (!wrong.empty()) throw EngineError(wrong);
+  }
+
+  void backward(int step, int micro) {
+    runtime_.reducer().begin();
+    for (std::size_t i = pages_.size(); i-- > 0;) {
+      look(step, {{pages_[i], false}});
+      if (!contributes(r_, rank_, step, micro, i)) continue;
+      auto bits = std::make_shared<Bits>(gradient(r_, rank_, step, micro, i));
+      Contribution contribution;
+      contribution.page = runtime_.trained(*pages_[i]);
+      contribution.present = {true};
+      contribution.data = bits->data();
+      contribution.keep = bits;
+      runtime_.contribute(std::move(contribution));
+    }
+    runtime_.reducer().end();
+  }
+
+  const Rehearsal& r_;
+  const std::vector<std::vector<Bits>>& right_;
+  const int rank_;
+  std::vector<Place> places_;
+  std::vector<Page*> pages_;
+  Runtime runtime_;
+};
+
+}  // namespace
+
+void rehearse(const Rehearsal& rehearsal) {
+  const auto right = expected(rehearsal);
+  const auto worlds = comm::make_thread_worlds(rehearsal.ranks);
+  std::vector<std::exception_ptr> errors(worlds.size());
+  {
+    std::vector<std::jthread> threads;
+    for (std::size_t i = 0; i < worlds.size(); ++i) {
+      threads.emplace_back([&, i] {
+        try {
+          Rank(rehearsal, worlds[i], right).train();
+        } catch (...) {
+          errors[i] = std::current_exception();
+        }
+      });
+    }
+  }
+  for (const std::exception_ptr& error : errors) {
+    if (error != nullptr) std::rethrow_exception(error);
+  }
+}
+
+}  // namespace pagoda::engine

@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "pagoda/engine/config.h"
+#include "pagoda/kernels/element.h"
+#include "pagoda/optim/optimizer.h"
+
+namespace pagoda::engine {
+
+/// Training without a model: pages of known bytes are touched as a forward and a backward would,
+/// gradients are made up, and what every touch sees is compared with the same steps taken by the
+/// kernels on plain arrays. Without torch, so that sanitizers see all of it.
+struct Rehearsal {
+  Config config;
+  int ranks = 1;
+  int steps = 3;
+  int micro_batches = 1;
+  unsigned touching_threads = 1;  // of each rank, in a forward
+  kernels::Dtype dtype = kernels::Dtype::BF16;
+  Optimizer optimizer = AdamW{};
+  bool all_contribute = true;  // false: ranks leave out pages, now and then all of them the same
+  bool writes = false;         // user code writes a page in place between steps
+  std::vector<std::uint64_t> pages = {300, 5000, 9000, 20000, 4096, 1};
+};
+
+/// Runs every rank on a thread of its own; throws at the first byte that is not as it should be.
+void rehearse(const Rehearsal& rehearsal);
+
+}  // namespace pagoda::engine
