@@ -104,21 +104,27 @@ void Runtime::attach(const std::vector<Page*>& pages, std::vector<TrainedSpec> s
     }
     reducer_->set_order(std::move(order));
     if (!alone()) control_->barrier();  // from here on others may pull
-  } catch (...) {
-    for (const auto& page : trained_) updater_->remove(*page);
-    trained_.clear();
-    pages_.clear();
+  } catch (const UserError&) {
+    forget_trained();
     if (!alone()) fail(std::current_exception());  // the others wait for this rank
     throw;
+  } catch (...) {
+    forget_trained();
+    fail(std::current_exception());
+    throw;
   }
+}
+
+void Runtime::forget_trained() {
+  for (const auto& page : trained_) updater_->remove(*page);
+  trained_.clear();
+  pages_.clear();
 }
 
 void Runtime::detach() {
   settle();
   reducer_->set_order({});
-  for (const auto& page : trained_) updater_->remove(*page);
-  trained_.clear();
-  pages_.clear();
+  forget_trained();
 }
 
 /// Law 2: a plan that cannot fit fails before step 1 and says what would make it fit.

@@ -13,9 +13,13 @@
 #include "pagoda/engine/choices.h"
 #include "pagoda/io/engine.h"
 #include "pagoda/io/swap_file.h"
+#include "pagoda/pager/dropped_wait.h"
 
 namespace pagoda::io {
 class FaultPlan;
+}
+namespace pagoda::device::emulated {
+struct Options;
 }
 
 namespace pagoda {
@@ -81,6 +85,10 @@ struct Config {
 
   /// For tests: what shall go wrong below the swap space. Not a key.
   std::shared_ptr<io::FaultPlan> faults;
+  /// For tests: what an emulated device is like. Not a key; null: as fast as this machine.
+  std::shared_ptr<const device::emulated::Options> emulated;
+  /// For tests: a wait to be left out. Not a key.
+  pager::DroppedWait dropped_wait = pager::DroppedWait::None;
 
   /// Reads a JSON object. Sizes may be numbers or texts ("8GiB"). What is not named, or null, keeps
   /// its default. An unknown key is an error that names the nearest one. Does not validate().

@@ -10,6 +10,7 @@
 #include "pagoda/base/error.h"
 #include "pagoda/base/log.h"
 #include "pagoda/base/trace.h"
+#include "pagoda/device/ordering_checker.h"
 #include "pagoda/engine/backend.h"
 #include "pagoda/io/checksum.h"
 #include "pagoda/kernels/gradient_norm.h"
@@ -90,6 +91,7 @@ Runtime::Runtime(const Config& config, std::shared_ptr<comm::World> world)
   pages.staging = config_.staging;
   pages.rank = world_->rank();
   pages.slicing = {world_->size()};
+  pages.dropped_wait = config_.dropped_wait;
   pager_ = std::make_unique<pager::Pager>(*tiers_, pages);
   oracle_ = std::make_unique<prefetch::Oracle>();
   if (config_.prefetch) pager_->set_foresight(oracle_.get());
@@ -125,7 +127,12 @@ Runtime::Runtime(const Config& config, std::shared_ptr<comm::World> world)
     pulls_ = std::make_unique<comm::PullService>(
         std::move(pull_group), [this](const comm::PullRequest& request, comm::PullReply& reply) {
           serve(request, reply);
-        });
+        },
+        comm::PullService::Options{.on_failure = [this](const std::string& reason) {
+          // The others would wait for answers for ever.
+          fail(std::make_exception_ptr(
+              EngineError(fmt::format("pages can no longer be served: {}", reason))));
+        }});
     remote_ = std::make_unique<Remote>(*this);
     pager_->set_remote(remote_.get());
     completers_ = std::make_unique<ThreadPool>(2, "complete");
@@ -189,6 +196,7 @@ void Runtime::linger() noexcept {
 }
 
 void Runtime::check() const {
+  owner_.require("an engine");
   if (!failed()) return;
   const std::lock_guard lock(error_mutex_);
   std::rethrow_exception(error_);
@@ -237,6 +245,7 @@ void Runtime::finish() {
   check();
   try {
     settle();
+    check_order();
   } catch (...) {
     fail(std::current_exception());
     throw;
@@ -259,6 +268,7 @@ StepResult Runtime::step_together(bool leaving, bool& all_leaving,
   try {
     settle();  // of the last step: nobody reads old versions from here on
     reducer_->finish();
+    check_order();
 
     std::vector<TrainedPage*> pages;
     for (const auto& page : trained_) {
@@ -329,6 +339,11 @@ void Runtime::publish_writes(bool any_rank) {
   }
   // Nobody may read a slice of these before everyone has published it.
   if (!alone()) control_->barrier();
+}
+
+/// A violation on a thread that could not throw it is thrown here.
+void Runtime::check_order() const {
+  if (const auto& checker = device_->checker()) checker->check();
 }
 
 /// Every rank's sums of squares, page after page and in the order of the elements.

@@ -17,6 +17,7 @@
 #include "pagoda/engine/config.h"
 #include "pagoda/engine/reducer.h"
 #include "pagoda/engine/stats.h"
+#include "pagoda/io/owner_process.h"
 #include "pagoda/optim/gradients.h"
 #include "pagoda/optim/loss_scale.h"
 #include "pagoda/optim/optimizer.h"
@@ -92,7 +93,9 @@ class Runtime {
   /// Elements of the accumulated gradient, wherever they are. All ranks are between two steps.
   void read_gradient(const pager::Page& page, std::span<float> to);
 
-  /// Throws the first error, if there was one.
+  /// Whether this is the process that made it, and not a fork of it: there it may only be leaked.
+  bool here() const noexcept { return owner_.here(); }
+  /// Throws the first error, if there was one; in a forked process, that it belongs to another.
   void check() const;
   bool failed() const noexcept { return failed_.load(std::memory_order_acquire); }
   /// The engine cannot go on: latches the first error, tells everyone who waits and every rank.
@@ -106,9 +109,11 @@ class Runtime {
   void check_fit(const std::vector<pager::Page*>& pages);
   void check_equal_on_all_ranks(const std::vector<pager::Page*>& pages);
   void place(const std::vector<pager::Page*>& pages);
+  void forget_trained();
   StepResult step_together(bool leaving, bool& all_leaving,
                            const std::function<void(pager::Page&)>& bumped);
   void settle();
+  void check_order() const;
   void linger() noexcept;
   void publish_writes(bool any_rank);
   std::vector<double> gather_squares();
@@ -122,6 +127,7 @@ class Runtime {
   bool scales_loss() const noexcept { return config_.loss_scale.kind != LossScale::Kind::None; }
   bool alone() const noexcept { return world_->size() == 1; }
 
+  const io::OwnerProcess owner_;
   Config config_;
   std::shared_ptr<comm::World> world_;
   std::shared_ptr<device::Device> device_;

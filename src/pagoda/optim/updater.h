@@ -100,6 +100,8 @@ class Updater final : public pager::Debts {
 
   void run();
   bool fill_slots(std::unique_lock<std::mutex>& lock);
+  template <class Fn>
+  static void naming_page(const Slot& slot, Fn&& fn);
   void begin(Slot& slot);
   void compute(Slot& slot);
   void finish(Slot& slot);

@@ -8,6 +8,7 @@
 #include "pagoda/base/error.h"
 #include "pagoda/base/log.h"
 #include "pagoda/base/trace.h"
+#include "pagoda/device/ordering_checker.h"
 
 namespace pagoda::pager {
 namespace {
@@ -95,6 +96,10 @@ Page& Pager::adopt(std::string name, std::uint64_t elements, Bytes element_size,
       }
       page->blank = false;
     }
+  } catch (Error& error) {
+    error.add_context(context("page", page->name));
+    drop(*page);
+    throw;
   } catch (...) {
     drop(*page);
     throw;
@@ -196,27 +201,52 @@ void Pager::touch(std::span<const Access> accesses, std::uint8_t mode, device::S
     pins_of_this_thread.push_back(access.page);
   }
   pump(lock);
-  if (consumer != nullptr || tiers_.device()->kind() == device::DeviceKind::Host) return;
-  // The operator runs on this thread: it must wait for copies still under way.
   lock.unlock();
+  try {
+    if (consumer == nullptr) await_copies(accesses);
+    tell_checker(accesses, consumer);
+  } catch (...) {
+    const Lock relock(mutex_);
+    unpin_all(accesses, relock);
+    for (const Access& held : accesses) {
+      std::erase(pins_of_this_thread, held.page);
+      if (held.page->pins == 0) drop_copy(*held.page, relock);
+    }
+    throw;
+  }
+}
+
+/// The operator runs on this thread: it must wait for copies still under way.
+void Pager::await_copies(std::span<const Access> accesses) {
+  if (tiers_.device()->kind() == device::DeviceKind::Host) return;
+  if (options_.dropped_wait == DroppedWait::Ready) return;
   for (const Access& access : accesses) {
     if (access.page->ready.event == nullptr || access.page->ready.event->done()) continue;
     const Stopwatch watch;
-    try {
+    {
       PAGODA_TRACE("pager", "wait for copy", {"page", access.page->name});
       access.page->ready.event->wait();
-    } catch (...) {
-      const Lock relock(mutex_);
-      unpin_all(accesses, relock);
-      for (const Access& held : accesses) {
-        std::erase(pins_of_this_thread, held.page);
-        if (held.page->pins == 0) drop_copy(*held.page, relock);
-      }
-      throw;
     }
-    const Lock relock(mutex_);
+    const Lock lock(mutex_);
     stats_.late_stall += watch.elapsed_ns();
     stalled_ += watch.elapsed_ns();
+  }
+}
+
+/// An operator uses its pages now, or on `consumer`. The pages are pinned.
+void Pager::tell_checker(std::span<const Access> accesses, device::Stream* consumer) const {
+  device::OrderingChecker* checker = tiers_.device()->checker().get();
+  if (checker == nullptr) return;
+  for (const Access& access : accesses) {
+    const Page& page = *access.page;
+    const std::byte* data = (page.fixed ? page.home.block() : page.block).data();
+    if (consumer != nullptr) {
+      access.write ? checker->write(*consumer, data, page.bytes(), "operator")
+                   : checker->read(*consumer, data, page.bytes(), "operator");
+    } else {
+      access.write ? checker->host_write(data, page.bytes(), "operator")
+                   : checker->host_read(data, page.bytes(), "operator");
+    }
   }
 }
 
@@ -230,7 +260,10 @@ bool Pager::start_absent(std::span<const Access> accesses, Lock& lock) {
       drop_copy(page, lock);
     }
     if (page.residency != Residency::Absent) continue;
-    page.fetch_error = nullptr;
+    // What befell a prefetch befalls whoever needs the page: no error is lost.
+    if (page.fetch_error != nullptr) {
+      std::rethrow_exception(std::exchange(page.fetch_error, nullptr));
+    }
     if (!take_block(page, accesses, lock)) return false;
     if (page.residency != Residency::Absent || !page.block) continue;  // all were laid out afresh
     ++stats_.faults;
@@ -367,7 +400,12 @@ void Pager::use(Page& page, bool write, std::uint8_t mode, device::Stream* consu
   }
 }
 
-void Pager::unpin(std::span<const Access> accesses, device::Stream* /*consumer*/) noexcept {
+void Pager::unpin(std::span<const Access> accesses, device::Stream* consumer) noexcept {
+  try {
+    // Until now the operator was at it; on a stream, what it was given when it began says it all.
+    if (consumer == nullptr) tell_checker(accesses, consumer);
+  } catch (const device::OrderingViolation&) {  // the checker keeps it
+  }
   const Lock lock(mutex_);
   for (const Access& access : accesses) {
     const auto pin =

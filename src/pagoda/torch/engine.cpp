@@ -13,7 +13,10 @@ namespace pagoda {
 Engine::Engine(const Config& config, std::shared_ptr<comm::World> world)
     : impl_(std::make_unique<Impl>(config, std::move(world))) {}
 
-Engine::~Engine() = default;
+Engine::~Engine() {
+  // A fork has neither the threads to wait for nor the right to the parent's swap.
+  if (!impl_->runtime().here()) (void)impl_.release();
+}
 
 struct Engine::Building::Scope {
   explicit Scope(Impl& impl)

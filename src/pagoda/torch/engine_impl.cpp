@@ -111,10 +111,17 @@ torch::PageStorage& Engine::Impl::adopt(const at::Tensor& tensor, const std::str
   const bool from_host = tensor.device().is_cpu();
   if (!from_host) consumer()->synchronize();
   const auto* data = static_cast<const std::byte*>(tensor.storage().data());
-  pager::Page& page = runtime_->pager().adopt(
-      std::move(known_as), bytes / size, size,
-      engine::pager_placement(runtime_->config().parameters), data,
-      from_host ? device::Direction::HostToHost : device::Direction::DeviceToHost);
+  pager::Page& page = [&]() -> pager::Page& {
+    try {
+      return runtime_->pager().adopt(
+          std::move(known_as), bytes / size, size,
+          engine::pager_placement(runtime_->config().parameters), data,
+          from_host ? device::Direction::HostToHost : device::Direction::DeviceToHost);
+    } catch (const EngineError&) {  // a disk failed: later calls shall say so too
+      runtime_->fail(std::current_exception());
+      throw;
+    }
+  }();
   at::Tensor here = tensor;
   if (tensor.device() != device()) {
     // The parameter moves to the engine's device: the same sizes over a storage of its own there.
