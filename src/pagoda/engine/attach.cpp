@@ -110,8 +110,7 @@ void Runtime::attach(const std::vector<Page*>& pages, std::vector<TrainedSpec> s
     throw;
   } catch (...) {
     forget_trained();
-    fail(std::current_exception());
-    throw;
+    fail_and_throw();
   }
 }
 

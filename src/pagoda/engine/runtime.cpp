@@ -129,9 +129,7 @@ Runtime::Runtime(const Config& config, std::shared_ptr<comm::World> world)
           serve(request, reply);
         },
         comm::PullService::Options{.on_failure = [this](const std::string& reason) {
-          // The others would wait for answers for ever.
-          fail(std::make_exception_ptr(
-              EngineError(fmt::format("pages can no longer be served: {}", reason))));
+          pulls_ended(reason);
         }});
     remote_ = std::make_unique<Remote>(*this);
     pager_->set_remote(remote_.get());
@@ -159,6 +157,11 @@ Runtime::~Runtime() {
   // Whoever waits is woken, and nobody starts anything; then the threads end, users first.
   const auto ended = std::make_exception_ptr(EngineError("the engine has ended"));
   linger();
+  {
+    const std::lock_guard lock(error_mutex_);
+    ending_ = true;
+    ended_.notify_all();
+  }
   if (watch_ != nullptr) watch_->leave();
   updater_->fail(ended);
   reducer_->fail(ended);
@@ -202,7 +205,59 @@ void Runtime::check() const {
   std::rethrow_exception(error_);
 }
 
+void Runtime::fail_and_throw() {
+  fail(std::current_exception());
+  check();
+  throw;
+}
+
+/// What to say of a failure: where communication with another rank failed, that rank may know more.
+std::exception_ptr Runtime::root_cause(std::exception_ptr error) noexcept {
+  int peer = -1;
+  try {
+    std::rethrow_exception(error);
+  } catch (const comm::PeerLost& lost) {
+    peer = lost.rank();
+  } catch (const comm::GroupAborted&) {  // why is known to somebody else
+  } catch (...) {
+    return error;
+  }
+  try {
+    // A rank says why before it closes anything.
+    std::vector<int> ranks;
+    if (peer >= 0) ranks.push_back(peer);
+    for (int rank = 0; rank < world_->size(); ++rank) {
+      if (rank != world_->rank() && rank != peer) ranks.push_back(rank);
+    }
+    for (const int rank : ranks) {
+      if (const auto why = world_->get(cause_key(rank))) {
+        return std::make_exception_ptr(EngineError(fmt::format("rank {} failed: {}", rank, *why)));
+      }
+    }
+  } catch (const std::exception&) {  // the board is gone, too
+  }
+  return error;
+}
+
+std::string Runtime::cause_key(int rank) const {
+  return fmt::format("engine {} failed {}", number_, rank);
+}
+
+/// This rank can no longer answer the others. If that is because one of them is gone, whoever
+/// notices which one says so; within the time that a silent rank is given.
+void Runtime::pulls_ended(const std::string& reason) {
+  std::unique_lock lock(error_mutex_);
+  ended_.wait_for(lock, std::chrono::duration<double>(config_.timeout + 2 * config_.heartbeat),
+                  [&] { return error_ != nullptr || ending_; });
+  if (error_ != nullptr || ending_) return;
+  lock.unlock();
+  fail(std::make_exception_ptr(
+      EngineError(fmt::format("pages can no longer be served: {}", reason))));
+}
+
 void Runtime::fail(std::exception_ptr error) noexcept {
+  if (failed()) return;
+  if (!alone()) error = root_cause(std::move(error));
   std::string why;
   {
     const std::lock_guard lock(error_mutex_);
@@ -210,9 +265,16 @@ void Runtime::fail(std::exception_ptr error) noexcept {
     error_ = error;
     why = message_of(error);
     failed_.store(true, std::memory_order_release);
+    ended_.notify_all();
   }
   log::error("engine", "stopped by an error", {{"cause", text_of(error)}});
-  if (watch_ != nullptr) watch_->fail(why);
+  if (!alone()) {
+    try {
+      world_->put(cause_key(world_->rank()), why);
+      if (watch_ != nullptr) watch_->fail(why);
+    } catch (const std::exception&) {  // the board is gone, and the others know it
+    }
+  }
   pager_->refuse(why);
   updater_->fail(error);
   if (reducer_ != nullptr) reducer_->fail(error);
@@ -247,8 +309,7 @@ void Runtime::finish() {
     settle();
     check_order();
   } catch (...) {
-    fail(std::current_exception());
-    throw;
+    fail_and_throw();
   }
 }
 
@@ -327,8 +388,7 @@ StepResult Runtime::step_together(bool leaving, bool& all_leaving,
     updater_->start(pages, {factor, groups_});
     return result;
   } catch (...) {
-    fail(std::current_exception());
-    throw;
+    fail_and_throw();
   }
 }
 
@@ -411,8 +471,7 @@ double Runtime::grad_norm() {
     }
     return total_norm(gather_squares()) / scale_.scale();
   } catch (...) {
-    fail(std::current_exception());
-    throw;
+    fail_and_throw();
   }
 }
 
@@ -422,8 +481,7 @@ void Runtime::zero_grad() {
     reducer_->finish();
     for (const auto& page : trained_) optim::Gradients::clear(*page);
   } catch (...) {
-    fail(std::current_exception());
-    throw;
+    fail_and_throw();
   }
 }
 

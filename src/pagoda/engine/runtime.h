@@ -115,6 +115,10 @@ class Runtime {
   void settle();
   void check_order() const;
   void linger() noexcept;
+  [[noreturn]] void fail_and_throw();
+  std::exception_ptr root_cause(std::exception_ptr error) noexcept;
+  std::string cause_key(int rank) const;
+  void pulls_ended(const std::string& reason);
   void publish_writes(bool any_rank);
   std::vector<double> gather_squares();
   double total_norm(const std::vector<double>& squares) const;
@@ -158,7 +162,9 @@ class Runtime {
 
   std::atomic<bool> failed_{false};
   mutable std::mutex error_mutex_;
+  std::condition_variable ended_;
   std::exception_ptr error_;  // guarded by error_mutex_
+  bool ending_ = false;       // guarded by error_mutex_
 };
 
 }  // namespace pagoda::engine

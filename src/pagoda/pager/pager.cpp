@@ -8,6 +8,7 @@
 #include "pagoda/base/error.h"
 #include "pagoda/base/log.h"
 #include "pagoda/base/trace.h"
+#include "pagoda/comm/comm_error.h"
 #include "pagoda/device/ordering_checker.h"
 
 namespace pagoda::pager {
@@ -24,6 +25,18 @@ std::uint32_t pinned_here(const Page& page) {
 bool among(const Page& page, std::span<const Access> accesses) {
   return std::any_of(accesses.begin(), accesses.end(),
                      [&](const Access& access) { return access.page == &page; });
+}
+
+/// Another rank did not have the version asked for any more: a prefetch that came too late for its
+/// step, which nobody needs.
+bool refused_by_rank(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const comm::RemoteError&) {
+    return true;
+  } catch (...) {
+    return false;
+  }
 }
 
 bool evictable(const Page& page, bool may_be_dirty) {
@@ -460,6 +473,7 @@ void Pager::pump(const Lock& lock) {
     if (id == kNoPage) return;
     Page& page = *by_id_[id];
     if (page.residency != Residency::Absent || page.owes() || page.blank) return;
+    if (page.fetch_error != nullptr) return;  // whoever touches it shall see that first
     while (!try_take_block(page, lock)) {
       Page* goes = victim(id, false, lock);
       if (goes == nullptr) return;
@@ -479,7 +493,10 @@ void Pager::owe(std::span<Page* const> pages) {
       return page->residency != Residency::Fetching && page->residency != Residency::Leaving &&
              page->readers == 0;
     });
-    page->fetch_error = nullptr;
+    if (page->fetch_error != nullptr) {
+      const std::exception_ptr error = std::exchange(page->fetch_error, nullptr);
+      if (!refused_by_rank(error)) std::rethrow_exception(error);
+    }
     if (page->fixed || page->residency != Residency::Resident) continue;
     PAGODA_CHECK_EQ(page->pins, page->holds,
                     "an operator still runs on a page that is updated (page {})", page->name);

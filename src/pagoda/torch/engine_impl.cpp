@@ -67,8 +67,14 @@ Engine::Impl::~Impl() {
   storages_.clear();
 }
 
-void Engine::Impl::touch_failed(std::exception_ptr error) noexcept {
+std::string Engine::Impl::touch_failed(std::exception_ptr error) noexcept {
   runtime_->fail(std::move(error));
+  try {
+    runtime_->check();
+  } catch (const std::exception& cause) {  // the first error: with its page, path and errno
+    return cause.what();
+  }
+  return "the engine has failed";
 }
 
 c10::Device Engine::Impl::device() const {

@@ -131,10 +131,9 @@ std::unique_ptr<at::ObserverContext> operator_starts(const at::RecordFunction& f
     try {
       held.consumer = held.client->consumer();
       held.pager->touch(held.accesses, touch_mode(), held.consumer.get());
-    } catch (const std::exception& error) {
+    } catch (...) {
       // A callback may not throw: the storage does it, when the kernel asks it for its bytes.
-      poison(held, error.what());  // with its context: page, path, errno
-      held.client->touch_failed(std::current_exception());
+      poison(held, held.client->touch_failed(std::current_exception()));
       context->held.resize(i);  // what was pinned before is let go at the end
       break;
     }

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <exception>
 #include <memory>
+#include <string>
 
 #include "pagoda/device/device.h"
 
@@ -13,8 +14,9 @@ namespace pagoda::torch {
 class ObserverClient {
  public:
   virtual ~ObserverClient() = default;
-  /// A touch failed: the operator throws the cause, and the engine shall not go on. Any thread.
-  virtual void touch_failed(std::exception_ptr error) noexcept = 0;
+  /// A touch failed, and the engine shall not go on. Returns the cause that the operator throws.
+  /// Any thread.
+  virtual std::string touch_failed(std::exception_ptr error) noexcept = 0;
   /// The stream that the calling thread's operators run on; null: they run on the thread itself.
   virtual std::shared_ptr<device::Stream> consumer() = 0;
 };
