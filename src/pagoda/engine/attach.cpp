@@ -27,17 +27,24 @@ struct Need {
 };
 
 /// Fills the tiers from the top, as allocation will; throws where something stays over.
-void fit(const std::vector<Need>& needs, Bytes host, Bytes nvme, bool has_nvme) {
+void fit(const std::vector<Need>& needs, Bytes device, Bytes host, Bytes nvme, bool has_nvme) {
+  const Bytes device_budget = device;
   const Bytes host_budget = host;
   const Bytes nvme_budget = nvme;
   std::string list;
+  Bytes missing_device = 0;
   Bytes missing_host = 0;
   Bytes missing_nvme = 0;
   for (const Need& need : needs) {
     list += fmt::format("{}{} {} ({})", list.empty() ? "" : ", ", need.state,
                         format_bytes(need.bytes), pager::name(need.placement));
-    if (need.placement == PagerPlacement::Device) continue;
     Bytes rest = need.bytes;
+    if (need.placement == PagerPlacement::Device) {
+      const Bytes here = std::min(rest, device);
+      device -= here;
+      missing_device += rest - here;
+      continue;
+    }
     if (need.placement != PagerPlacement::Nvme) {
       const Bytes here = std::min(rest, host);
       host -= here;
@@ -48,17 +55,20 @@ void fit(const std::vector<Need>& needs, Bytes host, Bytes nvme, bool has_nvme) 
     rest -= there;
     (has_nvme ? missing_nvme : missing_host) += rest;
   }
-  if (missing_host == 0 && missing_nvme == 0) return;
+  if (missing_device == 0 && missing_host == 0 && missing_nvme == 0) return;
   const std::string help =
-      missing_host > 0
+      missing_device > 0
+          ? fmt::format("raise device_budget by {} or place some of them on the host",
+                        format_bytes(missing_device))
+      : missing_host > 0
           ? fmt::format("raise host_budget to {} or set nvme to a directory",
                         format_bytes(host_budget + missing_host))
           : fmt::format("raise nvme_budget to {} or host_budget by {}",
                         format_bytes(nvme_budget + missing_nvme), format_bytes(missing_nvme));
-  throw UserError(
-      fmt::format("the model's states do not fit: {}; free are {} on the host{}; {}", list,
-                  format_bytes(host_budget),
-                  has_nvme ? fmt::format(" and {} on NVMe", format_bytes(nvme_budget)) : "", help));
+  throw UserError(fmt::format(
+      "the model's states do not fit: {}; free are {} on the device, {} on the host{}; {}", list,
+      format_bytes(device_budget), format_bytes(host_budget),
+      has_nvme ? fmt::format(" and {} on NVMe", format_bytes(nvme_budget)) : "", help));
 }
 
 }  // namespace
@@ -164,8 +174,8 @@ void Runtime::check_fit(const std::vector<Page*>& pages) {
   fit({{"parameters", parameters, pager_placement(config_.parameters)},
        {"gradients", gradients, pager_placement(config_.gradients)},
        {"optimizer", states, pager_placement(config_.optimizer)}},
-      tiers_->budget(Tier::Host).available() + held, tiers_->budget(Tier::Nvme).available(),
-      tiers_->swap() != nullptr);
+      arena.capacity, tiers_->budget(Tier::Host).available() + held,
+      tiers_->budget(Tier::Nvme).available(), tiers_->swap() != nullptr);
 }
 
 void Runtime::check_equal_on_all_ranks(const std::vector<Page*>& pages) {

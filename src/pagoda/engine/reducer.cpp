@@ -102,6 +102,8 @@ void Reducer::plan_buckets(const Lock& /*lock*/) {
   close();
   // One rank alone needs no messages; a GPU's gradients still need a place to arrive at.
   const bool staged = ranks_ > 1 || !pager_.tiers().device_is_host();
+  // At least a block of elements: run_alone() takes whole blocks at a time.
+  largest = std::max<Bytes>(largest, pager::Slicing::kBlock * sizeof(float));
   if (!staged || largest <= buffer_bytes_) return;
   outgoing_ = {};
   incoming_ = {};

@@ -156,12 +156,12 @@ Runtime::Runtime(const Config& config, std::shared_ptr<comm::World> world)
 Runtime::~Runtime() {
   // Whoever waits is woken, and nobody starts anything; then the threads end, users first.
   const auto ended = std::make_exception_ptr(EngineError("the engine has ended"));
-  linger();
   {
     const std::lock_guard lock(error_mutex_);
     ending_ = true;
     ended_.notify_all();
   }
+  linger();
   if (watch_ != nullptr) watch_->leave();
   updater_->fail(ended);
   reducer_->fail(ended);
@@ -172,6 +172,7 @@ Runtime::~Runtime() {
   if (pulls_ != nullptr) pulls_->abort("the engine has ended");
   watch_.reset();
   reducer_.reset();
+  updater_->stop();  // before those whom it calls
   completers_.reset();
   pulls_.reset();
   updater_.reset();
@@ -259,15 +260,17 @@ void Runtime::fail(std::exception_ptr error) noexcept {
   if (failed()) return;
   if (!alone()) error = root_cause(std::move(error));
   std::string why;
+  log::Level level = log::Level::Error;
   {
     const std::lock_guard lock(error_mutex_);
     if (error_ != nullptr) return;
+    if (ending_) level = log::Level::Debug;  // what was owed is dropped, on every rank
     error_ = error;
     why = message_of(error);
     failed_.store(true, std::memory_order_release);
     ended_.notify_all();
   }
-  log::error("engine", "stopped by an error", {{"cause", text_of(error)}});
+  log::write(level, "engine", "stopped by an error", {{"cause", text_of(error)}});
   if (!alone()) {
     try {
       world_->put(cause_key(world_->rank()), why);
@@ -350,6 +353,10 @@ StepResult Runtime::step_together(bool leaving, bool& all_leaving,
       all_leaving = leaving;
     }
     publish_writes(wrote);
+    // What user code has written is not in the homes yet, and the updates start from those.
+    for (Page* page : pager_->pages()) {
+      if (page != nullptr && page->whole_home() && page->dirty) pager_->write_back(*page);
+    }
 
     StepResult result;
     double factor = 1 / scale_.scale();

@@ -89,12 +89,16 @@ Updater::Updater(pager::Pager& pager, ThreadPool& pool, Options options)
 }
 
 Updater::~Updater() {
+  stop();
+}
+
+void Updater::stop() noexcept {
   {
     const std::lock_guard lock(mutex_);
     stopping_ = true;
     changed_.notify_all();
   }
-  thread_.join();
+  if (thread_.joinable()) thread_.join();
 }
 
 void Updater::set_callbacks(Starting starting, Finished finished) {

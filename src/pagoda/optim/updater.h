@@ -61,8 +61,9 @@ class Updater final : public pager::Debts {
   Updater(pager::Pager& pager, ThreadPool& pool, Options options);
   Updater(const Updater&) = delete;
   Updater& operator=(const Updater&) = delete;
-  /// Drops updates that have not begun.
   ~Updater() override;
+  /// Drops updates that have not begun and ends the thread: no callback runs afterwards.
+  void stop() noexcept;
 
   void set_callbacks(Starting starting, Finished finished);
 

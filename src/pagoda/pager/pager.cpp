@@ -270,6 +270,11 @@ bool Pager::start_absent(std::span<const Access> accesses, Lock& lock) {
     Page& page = *access.page;
     if (page.residency == Residency::Resident && page.resident_version != page.wanted &&
         !page.fixed) {
+      if (page.holds > 0) {  // its pointer is in use: the new bytes come to the same place
+        page.ready = room_stream_->mark();
+        start_fetch(page, Priority::Urgent, lock);
+        continue;
+      }
       drop_copy(page, lock);
     }
     if (page.residency != Residency::Absent) continue;
@@ -295,19 +300,19 @@ bool Pager::try_take_block(Page& page, const Lock& /*lock*/) {
 
 bool Pager::take_block(Page& page, std::span<const Access> accesses, Lock& lock) {
   for (;;) {
-    if (page.residency != Residency::Absent) return true;  // changed while a victim was written
+    if (page.residency != Residency::Absent) return true;  // changed while the lock was open
     if (try_take_block(page, lock)) return true;
-    Page* goes = victim(kNoPage, true, lock);
-    if (goes == nullptr) break;
-    if (goes->dirty) {
-      write_back(*goes, lock);
+    if (Page* goes = victim(kNoPage, true, lock)) {
+      if (goes->dirty) {
+        write_back(*goes, lock);
+      } else {
+        drop_copy(*goes, lock);
+      }
       continue;
     }
-    drop_copy(*goes, lock);
+    if (others_will_free(accesses, lock)) return false;
+    if (take_blocks_afresh(accesses, lock)) return true;
   }
-  if (others_will_free(accesses, lock)) return false;
-  take_blocks_afresh(accesses, lock);
-  return true;
 }
 
 /// Whether waiting makes sense: pages on their way in or out, or pinned by operators elsewhere.
@@ -322,33 +327,53 @@ bool Pager::others_will_free(std::span<const Access> accesses, const Lock& /*loc
 }
 
 /// The arena holds nothing but this operator's own pages, and yet one does not fit: crumbs. All go
-/// out and come in again, largest first, without gaps.
-void Pager::take_blocks_afresh(std::span<const Access> accesses, Lock& lock) {
+/// out and come in again, largest first, without gaps. False: something else has come meanwhile.
+bool Pager::take_blocks_afresh(std::span<const Access> accesses, Lock& lock) {
+  ++starved_;  // nothing is fetched ahead into the room that this makes
+  try {
+    for (bool settled = false; !settled;) {
+      settled = true;
+      for (const Access& access : accesses) {
+        Page& page = *access.page;
+        // Those of this operator that are on their way must arrive before they can move.
+        if (page.residency == Residency::Fetching || page.residency == Residency::Leaving) {
+          changed_.wait(lock);
+          settled = false;
+        } else if (page.residency == Residency::Resident && page.pins == 1 && !page.fixed) {
+          if (page.dirty) {
+            write_back(page, lock);
+            settled = false;
+          } else {
+            drop_copy(page, lock);
+          }
+        }
+      }
+    }
+  } catch (...) {
+    --starved_;
+    throw;
+  }
+  --starved_;
   std::vector<Page*> absent;
   for (const Access& access : accesses) {
-    Page& page = *access.page;
-    // Those of this operator that are on their way must arrive before they can move.
-    changed_.wait(lock, [&] {
-      return page.residency != Residency::Fetching && page.residency != Residency::Leaving;
-    });
-    if (page.residency == Residency::Resident && page.pins == 1 && !page.fixed) {
-      if (page.dirty) write_back(page, lock);
-      drop_copy(page, lock);
-    }
-    if (page.residency == Residency::Absent) absent.push_back(&page);
+    if (access.page->residency == Residency::Absent) absent.push_back(access.page);
   }
   std::sort(absent.begin(), absent.end(),
             [](const Page* a, const Page* b) { return a->bytes() > b->bytes(); });
   for (Page* page : absent) {
-    if (!try_take_block(*page, lock)) {
-      for (Page* taken : absent) taken->block = {};
-      too_large(accesses);
-    }
+    if (try_take_block(*page, lock)) continue;
+    for (Page* taken : absent) taken->block = {};
+    const bool came = std::any_of(by_id_.begin(), by_id_.end(), [](const Page* other) {
+      return other != nullptr && evictable(*other, true);
+    });
+    if (came || others_will_free(accesses, lock)) return false;
+    too_large(accesses);
   }
   for (Page* page : absent) {
     ++stats_.faults;
     start_fetch(*page, Priority::Urgent, lock);
   }
+  return true;
 }
 
 void Pager::too_large(std::span<const Access> accesses) const {
@@ -438,7 +463,7 @@ void Pager::hold(Page& page, device::Stream* consumer) {
   touch({&access, 1}, 0, consumer);
   const Lock lock(mutex_);
   ++page.holds;
-  std::erase(pins_of_this_thread, &page);
+  pins_of_this_thread.pop_back();  // touch() has just put it there
 }
 
 void Pager::release_hold(Page& page) noexcept {
@@ -496,6 +521,12 @@ void Pager::owe(std::span<Page* const> pages) {
     if (page->fetch_error != nullptr) {
       const std::exception_ptr error = std::exchange(page->fetch_error, nullptr);
       if (!refused_by_rank(error)) std::rethrow_exception(error);
+    }
+    // On a GPU a fetch counts as done when its copies are queued: they must have read home.
+    if (const auto copied = page->ready.event) {
+      lock.unlock();
+      copied->wait();
+      lock.lock();
     }
     if (page->fixed || page->residency != Residency::Resident) continue;
     PAGODA_CHECK_EQ(page->pins, page->holds,

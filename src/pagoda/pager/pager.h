@@ -94,6 +94,9 @@ class Pager {
   /// Returns when home has seen every update that it owes; throws once touches are refused.
   void await_version(const Page& page);
 
+  /// The page's contents become those at `bytes`, in device memory, as if user code had written
+  /// them.
+  void overwrite(Page& page, const std::byte* bytes);
   /// Writes a dirty page's bytes to its home; the page stays. Waits.
   void write_back(Page& page);
   /// Writes back all that is dirty.
@@ -141,7 +144,7 @@ class Pager {
   bool try_take_block(Page& page, const Lock& lock);
   bool take_block(Page& page, std::span<const Access> accesses, Lock& lock);
   bool others_will_free(std::span<const Access> accesses, const Lock& lock) const;
-  void take_blocks_afresh(std::span<const Access> accesses, Lock& lock);
+  bool take_blocks_afresh(std::span<const Access> accesses, Lock& lock);
   bool start_absent(std::span<const Access> accesses, Lock& lock);
   void await(Page& page, Lock& lock);
   void use(Page& page, bool write, std::uint8_t mode, device::Stream* consumer, const Lock& lock);

@@ -199,6 +199,21 @@ void Pager::write_back(Page& page) {
   if (page.dirty) write_back(page, lock);
 }
 
+void Pager::overwrite(Page& page, const std::byte* bytes) {
+  const Access access{&page, true};
+  touch({&access, 1}, 0, nullptr);
+  try {
+    if (const auto arrived = page.ready.event) arrived->wait();
+    write_stream_->copy_async((page.fixed ? page.home.block() : page.block).on(*write_stream_),
+                              bytes, page.bytes(), device::Direction::DeviceToDevice, page.name);
+    write_stream_->synchronize();
+  } catch (...) {
+    unpin({&access, 1}, nullptr);
+    throw;
+  }
+  unpin({&access, 1}, nullptr);
+}
+
 void Pager::write_back_all() {
   for (Page* page : pages()) {
     if (page != nullptr) write_back(*page);

@@ -14,6 +14,7 @@
 #include "pagoda/base/log.h"
 #include "pagoda/engine/backend.h"
 #include "pagoda/torch/autograd_state.h"
+#include "pagoda/torch/cuda_library.h"
 #include "pagoda/torch/gradient_hook.h"
 #include "pagoda/torch/storage_table.h"
 
@@ -44,12 +45,14 @@ bool covers_storage(const at::Tensor& tensor, std::uint64_t elements) {
 
 Engine::Impl::Impl(const Config& config, std::shared_ptr<comm::World> world)
     : runtime_(std::make_unique<engine::Runtime>(config, std::move(world))) {
+  if (runtime_->device().kind() == device::DeviceKind::Cuda) torch::load_cuda();
   torch::observer::install();
 }
 
 Engine::Impl::~Impl() {
   for (Parameter& parameter : parameters_) {
     if (auto alive = parameter.tensor.lock()) {
+      torch::ParameterTable::instance().erase(alive.get());
       torch::remove_gradient_hook(at::Tensor(std::move(alive)));
     }
   }
@@ -58,7 +61,7 @@ Engine::Impl::~Impl() {
     runtime_->fail(std::make_exception_ptr(
         EngineError(fmt::format("rank {} ended with an exception", runtime_->rank()))));
   }
-  for (auto& [key, storage] : storages_) torch::StorageTable::instance().erase(*storage);
+  for (auto& [key, storage] : storages_) torch::StorageTable::instance().erase(storage->key());
   torch::observer::remove();
   for (auto& [key, storage] : storages_) {
     if (storage->page() != nullptr) storage->page()->binding = nullptr;
@@ -144,15 +147,46 @@ torch::PageStorage& Engine::Impl::adopt(const at::Tensor& tensor, const std::str
   out.watch(page);
   runtime_->pager().set_binding(page, &out);
   storages_[out.key()] = std::move(storage);
-  torch::StorageTable::instance().insert(out);
+  torch::StorageTable::instance().insert(out.key(), out);
   return out;
+}
+
+/// The parameter's new storage becomes its page: same state, other bytes.
+void Engine::Impl::storage_exchanged(std::size_t index) {
+  Parameter& parameter = parameters_[index];
+  auto alive = parameter.tensor.lock();
+  if (alive == nullptr) return;
+  const at::Tensor tensor(std::move(alive));
+  if (find(tensor) != nullptr) return;
+  pager::Page& page = *parameter.storage->page();
+  const at::DisableRecordFunctionGuard unseen;
+  PAGODA_REQUIRE(
+      of_page_[&page].size() == 1 && tensor.storage().nbytes() == page.bytes() &&
+          static_cast<Bytes>(tensor.element_size()) == page.element_size &&
+          tensor.storage_offset() == 0 && tensor.device() == device(),
+      "parameter '{}' was given a storage of another size, type or device after attach(): "
+      "release() the model first",
+      parameter.name);
+  log::info("torch", "a parameter's storage was exchanged", {{"parameter", parameter.name}});
+  if (const auto stream = consumer()) stream->synchronize();
+  runtime_->pager().overwrite(page, static_cast<const std::byte*>(tensor.storage().data()));
+  auto storage = std::make_unique<torch::PageStorage>(tensor.storage(), runtime_->pager(), *this);
+  storage->watch(page);
+  const c10::StorageImpl* old = parameter.storage->key();
+  torch::StorageTable::instance().erase(old);
+  parameter.storage->let_go();
+  runtime_->pager().set_binding(page, storage.get());
+  parameter.storage = storage.get();
+  storages_.erase(old);
+  torch::StorageTable::instance().insert(storage->key(), *storage);
+  storages_[storage->key()] = std::move(storage);
 }
 
 /// Forgets storages that have died; the pager has been told by them.
 void Engine::Impl::sweep() {
   std::erase_if(storages_, [](auto& entry) {
     if (entry.second->alive()) return false;
-    torch::StorageTable::instance().erase(*entry.second);
+    torch::StorageTable::instance().erase(entry.second->key());
     return true;
   });
 }
@@ -262,6 +296,10 @@ void Engine::Impl::attach(::torch::nn::Module& model, std::vector<ParameterGroup
       Parameter& parameter = parameters_[i];
       parameter.page = runtime_->trained(*parameter.storage->page());
       of_page_[parameter.storage->page()].push_back(i);
+      parameter.attached =
+          std::make_unique<torch::AttachedParameter>(torch::AttachedParameter{this, i});
+      torch::ParameterTable::instance().insert(trained[i].first.unsafeGetTensorImpl(),
+                                               *parameter.attached);
       parameter.hook = torch::set_gradient_hook(
           trained[i].first, [this, i](const at::Tensor& tensor) { gradient_ready(i, tensor); });
     }
@@ -295,12 +333,33 @@ void Engine::Impl::gradient_ready(std::size_t index, const at::Tensor& tensor) {
   if (!tensor.grad().defined()) return;
   const std::lock_guard lock(gradient_mutex_);
   ++parameter.fired;
-  const int pass = pass_.load();
-  const bool nested = pass != torch::kNoPass && pass != torch::current_pass();
+  const int pass = pass_.load() != torch::kNoPass ? pass_.load() : plain_pass();
+  const bool nested = pass != torch::current_pass();
   // Inside a checkpoint's own backward the parameter may come again: until it is known how often,
   // its gradient stays where torch adds to it.
   const std::size_t expected = parameter.fires != 0 ? parameter.fires : nested ? 0 : 1;
   if (expected != 0 && parameter.fired == expected) take_gradient(parameter, tensor);
+}
+
+/// The outermost pass under way where the user calls loss.backward(): the first that was seen and
+/// has not ended. When it ends, so does the micro-batch. Holds gradient_mutex_.
+int Engine::Impl::plain_pass() {
+  const int here = torch::current_pass();
+  if (std::find(plain_passes_.begin(), plain_passes_.end(), here) == plain_passes_.end()) {
+    plain_passes_.push_back(here);
+    torch::at_end_of_pass([this, here] {
+      {
+        const std::lock_guard lock(gradient_mutex_);
+        const bool outermost = !plain_passes_.empty() && plain_passes_.front() == here;
+        std::erase(plain_passes_, here);
+        if (!outermost) return;
+        plain_passes_.clear();
+      }
+      end_of_backward();
+      runtime_->reducer().end();
+    });
+  }
+  return plain_passes_.front();
 }
 
 /// Takes p.grad and hands it on, in the layout of the storage.
@@ -331,7 +390,7 @@ void Engine::Impl::take_gradient(Parameter& parameter, const at::Tensor& tensor)
     partial.flat = at::zeros({static_cast<std::int64_t>(elements)}, tensor.options());
     partial.present.assign(page.parameters.size(), false);
   }
-  partial.flat.as_strided(tensor.sizes(), tensor.strides(), tensor.storage_offset()).copy_(grad);
+  partial.flat.as_strided(tensor.sizes(), tensor.strides(), tensor.storage_offset()).add_(grad);
   partial.present[parameter.in_page] = true;
   if (std::all_of(partial.present.begin(), partial.present.end(), [](bool p) { return p; })) {
     Partial whole = std::move(partial);
@@ -383,6 +442,10 @@ void Engine::Impl::check_hooks() {
 
 StepReport Engine::Impl::step(bool joining) {
   runtime_->check();
+  {
+    const std::lock_guard lock(gradient_mutex_);
+    plain_passes_.clear();  // of passes that failed: their end was never told
+  }
   end_of_backward();
   check_hooks();
   const auto bumped = [this](pager::Page& page) { bump(page); };
@@ -430,6 +493,7 @@ void Engine::Impl::release(::torch::nn::Module& model) {
     const at::Tensor& tensor = item.value();
     torch::PageStorage* storage = find(tensor);
     if (storage == nullptr) continue;
+    torch::ParameterTable::instance().erase(tensor.unsafeGetTensorImpl());
     torch::remove_gradient_hook(tensor);
     pager::Page& page = *storage->page();
     at::Tensor plain = at::empty({static_cast<std::int64_t>(page.elements)},
@@ -443,7 +507,7 @@ void Engine::Impl::release(::torch::nn::Module& model) {
       plain.copy_(all);
       if (const auto stream = consumer()) stream->synchronize();
     }
-    torch::StorageTable::instance().erase(*storage);
+    torch::StorageTable::instance().erase(storage->key());
     runtime_->pager().set_binding(page, nullptr);
     c10::DataPtr data =
         plain.storage().unsafeGetStorageImpl()->set_data_ptr(c10::DataPtr(nullptr, plain.device()));

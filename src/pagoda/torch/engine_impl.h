@@ -25,6 +25,7 @@ class Engine::Impl final : public torch::ObserverClient {
 
   std::string touch_failed(std::exception_ptr error) noexcept override;
   std::shared_ptr<device::Stream> consumer() override;
+  void storage_exchanged(std::size_t parameter) override;
 
   /// Makes the tensor's storage a page, if it is none yet.
   torch::PageStorage& adopt(const at::Tensor& tensor, const std::string& name);
@@ -50,8 +51,9 @@ class Engine::Impl final : public torch::ObserverClient {
     std::string name;
     torch::PageStorage* storage = nullptr;
     optim::TrainedPage* page = nullptr;
-    std::size_t in_page = 0;  // which of the page's parameters
-    void* hook = nullptr;     // ours: checked at each step
+    std::size_t in_page = 0;                             // which of the page's parameters
+    void* hook = nullptr;                                // ours: checked at each step
+    std::unique_ptr<torch::AttachedParameter> attached;  // in the observer's table
     // How often its hook fires in a backward pass: more than once when checkpoints recompute and
     // the parameter is used in several of them.
     std::size_t fires = 0;  // expected; 0: not known yet
@@ -67,6 +69,7 @@ class Engine::Impl final : public torch::ObserverClient {
   std::vector<optim::Segment> segments_of(const at::Tensor& tensor, std::size_t in_page) const;
   void take_gradient(Parameter& parameter, const at::Tensor& tensor);
   void push(optim::TrainedPage& page, at::Tensor flat, std::vector<bool> present);
+  int plain_pass();
   void end_of_backward();
   void check_hooks();
   void sweep();
@@ -78,6 +81,7 @@ class Engine::Impl final : public torch::ObserverClient {
   std::vector<Parameter> parameters_;
   std::unordered_map<const pager::Page*, std::vector<std::size_t>> of_page_;
   std::unordered_map<const optim::TrainedPage*, Partial> partial_;  // guarded by gradient_mutex_
+  std::vector<int> plain_passes_;  // begun by the user; guarded by gradient_mutex_
   std::mutex gradient_mutex_;
   std::atomic<int> pass_{-1};  // the backward pass under way, where it is ours
   std::unordered_map<void*, std::shared_ptr<device::Stream>> streams_;  // guarded by stream_mutex_

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -56,6 +57,10 @@ void remove_gradient_hook(const at::Tensor& parameter) {
 
 void bump_version(const at::Tensor& parameter) {
   ::torch::autograd::impl::bump_version(parameter);
+}
+
+void at_end_of_pass(std::function<void()> then) {
+  ::torch::autograd::Engine::get_default_engine().queue_callback(std::move(then));
 }
 
 void run_backward(const at::Tensor& loss, std::atomic<int>& pass) {

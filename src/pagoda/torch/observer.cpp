@@ -76,6 +76,20 @@ void look(const c10::IValue& value, bool write, std::vector<Held>& held) {
   }
 }
 
+/// A leaf whose storage is no page: if it is a parameter of an engine, it was given another
+/// storage.
+void readopt(const at::Tensor& tensor) noexcept {
+  const AttachedParameter* parameter =
+      ParameterTable::instance().find(tensor.unsafeGetTensorImpl());
+  if (parameter == nullptr) return;
+  const at::RecordFunctionGuard no_recursion(false);
+  try {
+    parameter->client->storage_exchanged(parameter->number);
+  } catch (...) {
+    parameter->client->touch_failed(std::current_exception());
+  }
+}
+
 /// Whether any input is a page: the question that every operator pays for.
 bool touches_pages(c10::ArrayRef<const c10::IValue> inputs) {
   const StorageTable& table = StorageTable::instance();
@@ -86,6 +100,12 @@ bool touches_pages(c10::ArrayRef<const c10::IValue> inputs) {
       if (table.find(tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl()) !=
           nullptr)
         return true;
+      if (tensor.requires_grad() && tensor.is_leaf()) {
+        readopt(tensor);
+        if (table.find(tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl()) !=
+            nullptr)
+          return true;
+      }
     } else if (value.isList() || value.isTuple()) {
       std::vector<Held> held;
       look(value, false, held);

@@ -79,6 +79,14 @@ void PageStorage::unbind(const std::string& why) noexcept {
   storage->release_data_and_set_meta_custom_data_ptr_error_msg_(why);
 }
 
+void PageStorage::let_go() {
+  unbind("this storage was a parameter's page; the parameter has another one now");
+  if (const auto storage = storage_.lock()) {
+    (void)storage->_mutable_data_ptr_no_checks().release_context();
+  }
+  tie_.reset();
+}
+
 void PageStorage::give_back(c10::DataPtr data) {
   const auto storage = storage_.lock();
   if (storage == nullptr) return;
