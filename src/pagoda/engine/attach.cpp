@@ -95,6 +95,10 @@ void Runtime::attach(const std::vector<Page*>& pages, std::vector<TrainedSpec> s
       trained_.push_back(std::move(page));
     }
     pages_ = pages;
+    {
+      const auto lock = pager_->lock();
+      for (Page* page : pages_) page->attached = true;
+    }
     check_fit(pages);
     if (!alone()) check_equal_on_all_ranks(pages);
     place(pages);
@@ -127,6 +131,8 @@ void Runtime::attach(const std::vector<Page*>& pages, std::vector<TrainedSpec> s
 void Runtime::forget_trained() {
   for (const auto& page : trained_) updater_->remove(*page);
   trained_.clear();
+  const auto lock = pager_->lock();
+  for (Page* page : pages_) page->attached = false;
   pages_.clear();
 }
 

@@ -74,6 +74,7 @@ struct Page {
   std::exception_ptr fetch_error;
   std::uint64_t last_touch = 0;  // position in the sequence of touches
   bool dead = false;             // its storage is gone
+  bool attached = false;         // gradients and state refer to it: it stays until they go
 
   Bytes bytes() const noexcept { return elements * element_size; }
   bool whole_home() const noexcept { return home_range.size() == elements; }

@@ -153,7 +153,7 @@ void Pager::bury(const Lock& /*lock*/) {
     page->bound = false;
     const bool busy = page->residency == Residency::Fetching ||
                       page->residency == Residency::Leaving || page->readers > 0 ||
-                      page->pins > 0 || page->owes();
+                      page->pins > 0 || page->owes() || page->attached;
     if (busy) return false;
     log::debug("pager", "page dropped with its storage", {{"page", page->name}});
     if (foresight_ != nullptr) foresight_->forget(page->id);
