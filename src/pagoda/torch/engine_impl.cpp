@@ -51,8 +51,8 @@ Engine::Impl::Impl(const Config& config, std::shared_ptr<comm::World> world)
 
 Engine::Impl::~Impl() {
   for (Parameter& parameter : parameters_) {
+    torch::ParameterTable::instance().erase(parameter.key);
     if (auto alive = parameter.tensor.lock()) {
-      torch::ParameterTable::instance().erase(alive.get());
       torch::remove_gradient_hook(at::Tensor(std::move(alive)));
     }
   }
@@ -298,8 +298,8 @@ void Engine::Impl::attach(::torch::nn::Module& model, std::vector<ParameterGroup
       of_page_[parameter.storage->page()].push_back(i);
       parameter.attached =
           std::make_unique<torch::AttachedParameter>(torch::AttachedParameter{this, i});
-      torch::ParameterTable::instance().insert(trained[i].first.unsafeGetTensorImpl(),
-                                               *parameter.attached);
+      parameter.key = trained[i].first.unsafeGetTensorImpl();
+      torch::ParameterTable::instance().insert(parameter.key, *parameter.attached);
       parameter.hook = torch::set_gradient_hook(
           trained[i].first, [this, i](const at::Tensor& tensor) { gradient_ready(i, tensor); });
     }

@@ -54,6 +54,7 @@ class Engine::Impl final : public torch::ObserverClient {
     std::size_t in_page = 0;                             // which of the page's parameters
     void* hook = nullptr;                                // ours: checked at each step
     std::unique_ptr<torch::AttachedParameter> attached;  // in the observer's table
+    const c10::TensorImpl* key = nullptr;                // …under this, dead or alive
     // How often its hook fires in a backward pass: more than once when checkpoints recompute and
     // the parameter is used in several of them.
     std::size_t fires = 0;  // expected; 0: not known yet
