@@ -100,6 +100,10 @@ void Runtime::attach(const std::vector<Page*>& pages, std::vector<TrainedSpec> s
       order.push_back(page->get());
     }
     reducer_->set_order(std::move(order));  // takes its buffers before states fill the host
+    {
+      const auto lock = pager_->lock();
+      for (Page* page : pages_) page->attached = true;
+    }
     check_fit(pages);
     if (!alone()) check_equal_on_all_ranks(pages);
     place(pages);
@@ -114,22 +118,29 @@ void Runtime::attach(const std::vector<Page*>& pages, std::vector<TrainedSpec> s
       updater_->add(*page, rule);
     }
     if (!alone()) control_->barrier();  // from here on others may pull
-  } catch (...) {
-    reducer_->set_order({});
-    for (const auto& page : trained_) updater_->remove(*page);
-    trained_.clear();
-    pages_.clear();
+  } catch (const UserError&) {
+    forget_trained();
     if (!alone()) fail(std::current_exception());  // the others wait for this rank
     throw;
+  } catch (...) {
+    forget_trained();
+    fail_and_throw();
   }
+}
+
+void Runtime::forget_trained() {
+  reducer_->set_order({});
+  for (const auto& page : trained_) updater_->remove(*page);
+  trained_.clear();
+  const auto lock = pager_->lock();
+  for (Page* page : pages_) page->attached = false;
+  pages_.clear();
 }
 
 void Runtime::detach() {
   settle();
   reducer_->set_order({});
-  for (const auto& page : trained_) updater_->remove(*page);
-  trained_.clear();
-  pages_.clear();
+  forget_trained();
 }
 
 /// Law 2: a plan that cannot fit fails before step 1 and says what would make it fit.

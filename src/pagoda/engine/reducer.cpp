@@ -113,10 +113,9 @@ void Reducer::plan_buckets(const Lock& /*lock*/) {
   }
   const Bytes all = std::accumulate(sizes.begin(), sizes.end(), Bytes{0});
   // At least a block of elements: run_alone() takes whole blocks at a time.
-  const Bytes largest =
-      std::max<Bytes>(pager::Slicing::kBlock * sizeof(float),
-                      std::min(data, all) +
-                          items * static_cast<Bytes>(ranks_) * (flags + kAlignment));
+  const Bytes largest = std::max<Bytes>(
+      pager::Slicing::kBlock * sizeof(float),
+      std::min(data, all) + items * static_cast<Bytes>(ranks_) * (flags + kAlignment));
   if (largest <= buffer_bytes_) return;
   outgoing_ = {};
   incoming_ = {};

@@ -57,6 +57,18 @@ struct Updater::Slot {
   std::vector<io::Transfer> transfers;
 };
 
+/// Runs `fn`; its error says which page it was about.
+template <class Fn>
+void Updater::naming_page(const Slot& slot, Fn&& fn) {
+  const std::string& name = slot.record->page->page->name;
+  try {
+    fn();
+  } catch (Error& error) {
+    error.add_context(context("page", name));
+    throw;
+  }
+}
+
 Updater::Updater(pager::Pager& pager, ThreadPool& pool, Options options)
     : pager_(pager), pool_(pool), options_(options) {
   PAGODA_REQUIRE_EQ(options_.chunk % pager::Slicing::kBlock, 0U,
@@ -77,12 +89,16 @@ Updater::Updater(pager::Pager& pager, ThreadPool& pool, Options options)
 }
 
 Updater::~Updater() {
+  stop();
+}
+
+void Updater::stop() noexcept {
   {
     const std::lock_guard lock(mutex_);
     stopping_ = true;
     changed_.notify_all();
   }
-  thread_.join();
+  if (thread_.joinable()) thread_.join();
 }
 
 void Updater::set_callbacks(Starting starting, Finished finished) {
@@ -221,7 +237,7 @@ void Updater::run() {
       lock.unlock();
       if (!reading_.empty()) {
         Slot& slot = *reading_.front();
-        compute(slot);
+        naming_page(slot, [&] { compute(slot); });
         reading_.pop_front();
         writing_.push_back(&slot);
       }
@@ -230,7 +246,7 @@ void Updater::run() {
               std::all_of(writing_.front()->transfers.begin(), writing_.front()->transfers.end(),
                           [](const io::Transfer& t) { return t.done(); }))) {
         Slot& slot = *writing_.front();
-        finish(slot);
+        naming_page(slot, [&] { finish(slot); });
         writing_.pop_front();
         free_.push_back(&slot);
       }
@@ -275,7 +291,7 @@ bool Updater::fill_slots(std::unique_lock<std::mutex>& lock) {
     slot.chunk = next_chunk_++;
     if (next_chunk_ == current_->layout.chunks(current_->page->updated.size())) current_ = nullptr;
     lock.unlock();
-    begin(slot);
+    naming_page(slot, [&] { begin(slot); });
     free_.pop_front();
     reading_.push_back(&slot);
     lock.lock();

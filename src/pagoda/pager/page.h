@@ -78,6 +78,7 @@ struct Page {
   std::uint32_t place = 0;       // in the pager's list of resident pages
   bool spare = false;            // counted among the bytes that may be evicted
   bool dead = false;             // its storage is gone
+  bool attached = false;         // gradients and state refer to it: it stays until they go
 
   Bytes bytes() const noexcept { return elements * element_size; }
   bool whole_home() const noexcept { return home_range.size() == elements; }

@@ -8,6 +8,8 @@
 #include "pagoda/base/error.h"
 #include "pagoda/base/log.h"
 #include "pagoda/base/trace.h"
+#include "pagoda/comm/comm_error.h"
+#include "pagoda/device/ordering_checker.h"
 
 namespace pagoda::pager {
 namespace {
@@ -23,6 +25,18 @@ std::uint32_t pinned_here(const Page& page) {
 bool among(const Page& page, std::span<const Access> accesses) {
   return std::any_of(accesses.begin(), accesses.end(),
                      [&](const Access& access) { return access.page == &page; });
+}
+
+/// Another rank did not have the version asked for any more: a prefetch that came too late for its
+/// step, which nobody needs.
+bool refused_by_rank(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const comm::RemoteError&) {
+    return true;
+  } catch (...) {
+    return false;
+  }
 }
 
 bool evictable(const Page& page, bool may_be_dirty) {
@@ -96,6 +110,10 @@ Page& Pager::adopt(std::string name, std::uint64_t elements, Bytes element_size,
       }
       page->blank = false;
     }
+  } catch (Error& error) {
+    error.add_context(context("page", page->name));
+    drop(*page);
+    throw;
   } catch (...) {
     drop(*page);
     throw;
@@ -168,7 +186,7 @@ void Pager::bury(const Lock& lock) {
     page->bound = false;
     const bool busy = page->residency == Residency::Fetching ||
                       page->residency == Residency::Leaving || page->readers > 0 ||
-                      page->pins > 0 || page->owes();
+                      page->pins > 0 || page->owes() || page->attached;
     if (busy) return false;
     log::debug("pager", "page dropped with its storage", {{"page", page->name}});
     remove(*page, lock);
@@ -233,27 +251,52 @@ void Pager::touch(std::span<const Access> accesses, std::uint8_t mode, device::S
     pins_of_this_thread.push_back(access.page);
   }
   pump(lock);
-  if (consumer != nullptr || tiers_.device()->kind() == device::DeviceKind::Host) return;
-  // The operator runs on this thread: it must wait for copies still under way.
   lock.unlock();
+  try {
+    if (consumer == nullptr) await_copies(accesses);
+    tell_checker(accesses, consumer);
+  } catch (...) {
+    const Lock relock(mutex_);
+    unpin_all(accesses, relock);
+    for (const Access& held : accesses) {
+      std::erase(pins_of_this_thread, held.page);
+      if (held.page->pins == 0) drop_copy(*held.page, relock);
+    }
+    throw;
+  }
+}
+
+/// The operator runs on this thread: it must wait for copies still under way.
+void Pager::await_copies(std::span<const Access> accesses) {
+  if (tiers_.device()->kind() == device::DeviceKind::Host) return;
+  if (options_.dropped_wait == DroppedWait::Ready) return;
   for (const Access& access : accesses) {
     if (access.page->ready.event == nullptr || access.page->ready.event->done()) continue;
     const Stopwatch watch;
-    try {
+    {
       PAGODA_TRACE("pager", "wait for copy", {"page", access.page->name});
       access.page->ready.event->wait();
-    } catch (...) {
-      const Lock relock(mutex_);
-      unpin_all(accesses, relock);
-      for (const Access& held : accesses) {
-        std::erase(pins_of_this_thread, held.page);
-        if (held.page->pins == 0) drop_copy(*held.page, relock);
-      }
-      throw;
     }
-    const Lock relock(mutex_);
+    const Lock lock(mutex_);
     stats_.late_stall += watch.elapsed_ns();
     stalled_ += watch.elapsed_ns();
+  }
+}
+
+/// An operator uses its pages now, or on `consumer`. The pages are pinned.
+void Pager::tell_checker(std::span<const Access> accesses, device::Stream* consumer) const {
+  device::OrderingChecker* checker = tiers_.device()->checker().get();
+  if (checker == nullptr) return;
+  for (const Access& access : accesses) {
+    const Page& page = *access.page;
+    const std::byte* data = (page.fixed ? page.home.block() : page.block).data();
+    if (consumer != nullptr) {
+      access.write ? checker->write(*consumer, data, page.bytes(), "operator")
+                   : checker->read(*consumer, data, page.bytes(), "operator");
+    } else {
+      access.write ? checker->host_write(data, page.bytes(), "operator")
+                   : checker->host_read(data, page.bytes(), "operator");
+    }
   }
 }
 
@@ -272,7 +315,10 @@ bool Pager::start_absent(std::span<const Access> accesses, Lock& lock) {
       drop_copy(page, lock);
     }
     if (page.residency != Residency::Absent) continue;
-    page.fetch_error = nullptr;
+    // What befell a prefetch befalls whoever needs the page: no error is lost.
+    if (page.fetch_error != nullptr) {
+      std::rethrow_exception(std::exchange(page.fetch_error, nullptr));
+    }
     if (!take_block(page, accesses, lock)) return false;
     if (page.residency != Residency::Absent || !page.block) continue;  // all were laid out afresh
     ++stats_.faults;
@@ -429,7 +475,12 @@ void Pager::use(Page& page, bool write, std::uint8_t mode, device::Stream* consu
   }
 }
 
-void Pager::unpin(std::span<const Access> accesses, device::Stream* /*consumer*/) noexcept {
+void Pager::unpin(std::span<const Access> accesses, device::Stream* consumer) noexcept {
+  try {
+    // Until now the operator was at it; on a stream, what it was given when it began says it all.
+    if (consumer == nullptr) tell_checker(accesses, consumer);
+  } catch (const device::OrderingViolation&) {  // the checker keeps it
+  }
   const Lock lock(mutex_);
   for (const Access& access : accesses) {
     const auto pin =
@@ -489,6 +540,7 @@ void Pager::pump(const Lock& lock) {
     if (id == kNoPage) return;
     Page& page = *by_id_[id];
     if (page.residency != Residency::Absent || page.owes() || page.blank) return;
+    if (page.fetch_error != nullptr) return;  // whoever touches it shall see that first
     while (!try_take_block(page, lock)) {
       Page* goes = victim(id, false, lock);
       if (goes == nullptr) return;
@@ -508,7 +560,10 @@ void Pager::owe(std::span<Page* const> pages) {
       return page->residency != Residency::Fetching && page->residency != Residency::Leaving &&
              page->readers == 0;
     });
-    page->fetch_error = nullptr;
+    if (page->fetch_error != nullptr) {
+      const std::exception_ptr error = std::exchange(page->fetch_error, nullptr);
+      if (!refused_by_rank(error)) std::rethrow_exception(error);
+    }
     // On a GPU a fetch counts as done when its copies are queued: they must have read home.
     if (const auto copied = page->ready.event) {
       lock.unlock();

@@ -12,6 +12,7 @@
 
 #include "pagoda/base/thread_pool.h"
 #include "pagoda/device/stream.h"
+#include "pagoda/pager/dropped_wait.h"
 #include "pagoda/pager/foresight.h"
 #include "pagoda/pager/page.h"
 #include "pagoda/pager/pager_stats.h"
@@ -47,6 +48,7 @@ class Pager {
     Slicing slicing;
     /// For messages: what the user writes to keep a page where raw pointers can see it.
     std::string pin_advice = "pin it (engine.pin)";
+    DroppedWait dropped_wait = DroppedWait::None;
   };
 
   Pager(Tiers& tiers, Options options);
@@ -165,6 +167,8 @@ class Pager {
   void bury(const Lock& lock);
   void unbind(Page& page, const Lock& lock);
   void unpin_all(std::span<const Access> accesses, const Lock& lock) noexcept;
+  void await_copies(std::span<const Access> accesses);
+  void tell_checker(std::span<const Access> accesses, device::Stream* consumer) const;
   [[noreturn]] void too_large(std::span<const Access> accesses) const;
 
   Tiers& tiers_;

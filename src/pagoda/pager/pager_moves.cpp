@@ -42,9 +42,14 @@ void Pager::fetch(Page& page) {
   device::Mark ready;
   try {
     PAGODA_TRACE("pager", "fetch", {"page", page.name}, {"bytes", page.bytes()});
-    lane.stream->wait(*room.event, device::Stream::OnFailure::Ignore);
+    if (options_.dropped_wait != DroppedWait::Room) {
+      lane.stream->wait(*room.event, device::Stream::OnFailure::Ignore);
+    }
     fill(page, page.block.on(*lane.stream), version, lane);
     ready = lane.stream->mark();
+  } catch (Error& failure) {
+    failure.add_context(context("page", page.name));
+    error = std::current_exception();
   } catch (...) {
     error = std::current_exception();
   }
@@ -272,6 +277,9 @@ void Pager::write_back(Page& page, Lock& lock) {
     PAGODA_TRACE("pager", "write back", {"page", page.name}, {"bytes", page.bytes()});
     const std::lock_guard writing(write_mutex_);
     store(page, page.block.on(*write_stream_));
+  } catch (Error& failure) {
+    failure.add_context(context("page", page.name));
+    error = std::current_exception();
   } catch (...) {
     error = std::current_exception();
   }

@@ -15,14 +15,17 @@ namespace pagoda {
 Engine::Engine(const Config& config, std::shared_ptr<comm::World> world)
     : impl_(std::make_unique<Impl>(config, std::move(world))) {}
 
-Engine::~Engine() = default;
+Engine::~Engine() {
+  // A fork has neither the threads to wait for nor the right to the parent's swap.
+  if (!impl_->runtime().here()) (void)impl_.release();
+}
 
 struct Engine::Building::Scope {
   explicit Scope(Impl& impl)
       : birth([&impl](const at::Tensor& tensor) { impl.adopt(tensor, {}); }),
         cudnn(at::globalContext().userEnabledCuDNN()) {
-    // Recurrent layers would compare their weights' pointers, which are not there, and pack them into
-    // one buffer: while they are built, there is no cuDNN to pack for.
+    // Recurrent layers would compare their weights' pointers, which are not there, and pack them
+    // into one buffer: while they are built, there is no cuDNN to pack for.
     at::globalContext().setUserEnabledCuDNN(false);
   }
   ~Scope() { at::globalContext().setUserEnabledCuDNN(cudnn); }

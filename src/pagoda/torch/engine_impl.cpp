@@ -70,8 +70,14 @@ Engine::Impl::~Impl() {
   storages_.clear();
 }
 
-void Engine::Impl::touch_failed(std::exception_ptr error) noexcept {
+std::string Engine::Impl::touch_failed(std::exception_ptr error) noexcept {
   runtime_->fail(std::move(error));
+  try {
+    runtime_->check();
+  } catch (const std::exception& cause) {  // the first error: with its page, path and errno
+    return cause.what();
+  }
+  return "the engine has failed";
 }
 
 c10::Device Engine::Impl::device() const {
@@ -134,16 +140,24 @@ torch::PageStorage& Engine::Impl::adopt(const at::Tensor& tensor, const std::str
   const bool from_host = tensor.device().is_cpu();
   if (!from_host) consumer()->synchronize();
   const auto* data = static_cast<const std::byte*>(tensor.storage().data());
-  pager::Page& page = runtime_->pager().adopt(
-      std::move(known_as), bytes / size, size,
-      engine::pager_placement(runtime_->config().parameters), data,
-      from_host ? device::Direction::HostToHost : device::Direction::DeviceToHost);
+  pager::Page& page = [&]() -> pager::Page& {
+    try {
+      return runtime_->pager().adopt(
+          std::move(known_as), bytes / size, size,
+          engine::pager_placement(runtime_->config().parameters), data,
+          from_host ? device::Direction::HostToHost : device::Direction::DeviceToHost);
+    } catch (const EngineError&) {  // a disk failed: later calls shall say so too
+      runtime_->fail(std::current_exception());
+      throw;
+    }
+  }();
   at::Tensor here = tensor;
   if (tensor.device() != device()) {
     c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, c10::DataPtr(nullptr, device()),
                          nullptr, false);
-    moved_[tensor.storage().unsafeGetStorageImpl()] = {tensor.storage().getWeakStorageImpl(),
-                                                       storage.getWeakStorageImpl()};
+    moved_.insert_or_assign(
+        tensor.storage().unsafeGetStorageImpl(),
+        Moved{tensor.storage().getWeakStorageImpl(), storage.getWeakStorageImpl()});
     point_at(here, storage);
   }
   auto storage = std::make_unique<torch::PageStorage>(here.storage(), runtime_->pager(), *this);

@@ -23,7 +23,7 @@ class Engine::Impl final : public torch::ObserverClient {
   Impl(const Config& config, std::shared_ptr<comm::World> world);
   ~Impl() override;
 
-  void touch_failed(std::exception_ptr error) noexcept override;
+  std::string touch_failed(std::exception_ptr error) noexcept override;
   std::shared_ptr<device::Stream> consumer() override;
   void storage_exchanged(std::size_t parameter) override;
 

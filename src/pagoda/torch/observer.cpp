@@ -14,6 +14,7 @@
 
 #include "pagoda/base/error.h"
 #include "pagoda/base/log.h"
+#include "pagoda/base/trace.h"
 #include "pagoda/pager/pager.h"
 #include "pagoda/torch/autograd_state.h"
 #include "pagoda/torch/birth_scope.h"
@@ -39,6 +40,7 @@ struct Held {
 
 struct OperatorContext final : at::ObserverContext {
   std::vector<Held> held;  // one entry, unless an operator mixes engines
+  Nanos began = 0;         // with its pages there; 0: not traced
 };
 
 void note(PageStorage& storage, bool write, std::vector<Held>& held) {
@@ -149,11 +151,9 @@ std::unique_ptr<at::ObserverContext> operator_starts(const at::RecordFunction& f
     try {
       held.consumer = held.client->consumer();
       held.pager->touch(held.accesses, touch_mode(), held.consumer.get());
-    } catch (const std::exception& error) {
+    } catch (...) {
       // A callback may not throw: the storage does it, when the kernel asks it for its bytes.
-      const auto* ours = dynamic_cast<const Error*>(&error);
-      poison(held, ours != nullptr ? ours->message() : error.what());
-      held.client->touch_failed(std::current_exception());
+      poison(held, held.client->touch_failed(std::current_exception()));
       context->held.resize(i);  // what was pinned before is let go at the end
       break;
     }
@@ -161,12 +161,17 @@ std::unique_ptr<at::ObserverContext> operator_starts(const at::RecordFunction& f
   if (counting.load(std::memory_order_relaxed)) {
     operators_touching.fetch_add(1, std::memory_order_relaxed);
   }
+  if (trace::on()) context->began = now_ns();
   return context;
 }
 
-void operator_ends(const at::RecordFunction& /*function*/, at::ObserverContext* context) {
+void operator_ends(const at::RecordFunction& function, at::ObserverContext* context) {
   if (context == nullptr) return;
-  for (const Held& held : static_cast<OperatorContext*>(context)->held) {
+  const auto& ended = static_cast<const OperatorContext&>(*context);
+  if (ended.began != 0) {
+    trace::slice("operator", function.name(), ended.began, now_ns());
+  }
+  for (const Held& held : ended.held) {
     held.pager->unpin(held.accesses, held.consumer.get());
   }
 }

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <exception>
 #include <memory>
+#include <string>
 
 #include "pagoda/device/device.h"
 
@@ -14,8 +15,9 @@ namespace pagoda::torch {
 class ObserverClient {
  public:
   virtual ~ObserverClient() = default;
-  /// A touch failed: the operator throws the cause, and the engine shall not go on. Any thread.
-  virtual void touch_failed(std::exception_ptr error) noexcept = 0;
+  /// A touch failed, and the engine shall not go on. Returns the cause that the operator throws.
+  /// Any thread.
+  virtual std::string touch_failed(std::exception_ptr error) noexcept = 0;
   /// A parameter that is trained has been given a storage that is no page (`.data =`, `set_`,
   /// `module.to()`); an operator is about to use it. Throws what prevents that it becomes one.
   virtual void storage_exchanged(std::size_t parameter) = 0;

@@ -5,6 +5,8 @@
 
 #include <c10/core/StorageImpl.h>
 
+#include "pagoda/io/owner_process.h"
+
 namespace pagoda::torch {
 namespace {
 
@@ -23,10 +25,11 @@ template struct OpenThrowFlag<&c10::StorageImpl::throw_on_immutable_data_ptr_>;
 struct PageStorage::Tie {
   pager::Pager* pager;
   pager::Page* page;
+  io::OwnerProcess owner = {};
 
   static void died(void* context) {
     auto* tie = static_cast<Tie*>(context);
-    tie->pager->storage_died(*tie->page);
+    if (tie->owner.here()) tie->pager->storage_died(*tie->page);  // a fork's locks are as they were
   }
 };
 
