@@ -158,6 +158,8 @@ class Pager {
   void keep_before(Page& page, Lock& lock);
   void write_back(Page& page, Lock& lock);
   void tell_fixed(Page& page);
+  template <class Work>
+  void alone_with(Page& page, Lock& lock, const Work& work);
   void store(Page& page, const std::byte* from);
   void tell_overwritten(Page& page, Range slice, Range written, const std::byte* after);
   void pump(const Lock& lock);

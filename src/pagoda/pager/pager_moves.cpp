@@ -339,27 +339,47 @@ void Pager::tell_overwritten(Page& page, Range slice, Range written, const std::
   debts_->overwritten(page, first, last - first, before, after + (first - written.begin) * size);
 }
 
+/// Does `work` on a page that nobody touches, fetches or reads meanwhile; `lock` is open, and
+/// write_mutex_ held, while it runs.
+template <class Work>
+void Pager::alone_with(Page& page, Lock& lock, const Work& work) {
+  const Residency was = std::exchange(page.residency, Residency::Leaving);
+  lock.unlock();
+  std::exception_ptr error;
+  try {
+    const std::lock_guard writing(write_mutex_);
+    work();
+  } catch (...) {
+    error = std::current_exception();
+  }
+  lock.lock();
+  page.residency = was;
+  changed_.notify_all();
+  if (error != nullptr) std::rethrow_exception(error);
+}
+
 bool Pager::publish(Page& page) {
   write_back(page);
-  Lock lock(mutex_);  // all the way: between two steps nobody else is in a hurry
+  Lock lock(mutex_);
   changed_.wait(lock, [&] {
     return page.residency != Residency::Fetching && page.residency != Residency::Leaving &&
            page.readers == 0;
   });
   if (!page.own_copy) return false;
-  const std::lock_guard writing(write_mutex_);
-  const Bytes size = page.element_size;
-  const Bytes half = options_.staging / 2 / size * size;
-  const Bytes begin = page.home_range.begin * size;
-  for (Bytes done = 0; done < page.home.size();) {
-    const Bytes piece = std::min(half, page.home.size() - done);
-    const std::span buffer(write_staging_.data(), piece);
-    tiers_.read(page.own_copy, begin + done, buffer);
-    const std::uint64_t first = (begin + done) / size;
-    tell_overwritten(page, page.home_range, {first, first + piece / size}, buffer.data());
-    tiers_.write(page.home, done, buffer);
-    done += piece;
-  }
+  alone_with(page, lock, [&] {
+    const Bytes size = page.element_size;
+    const Bytes half = options_.staging / 2 / size * size;
+    const Bytes begin = page.home_range.begin * size;
+    for (Bytes done = 0; done < page.home.size();) {
+      const Bytes piece = std::min(half, page.home.size() - done);
+      const std::span buffer(write_staging_.data(), piece);
+      tiers_.read(page.own_copy, begin + done, buffer);
+      const std::uint64_t first = (begin + done) / size;
+      tell_overwritten(page, page.home_range, {first, first + piece / size}, buffer.data());
+      tiers_.write(page.home, done, buffer);
+      done += piece;
+    }
+  });
   page.own_copy = {};
   return true;
 }
@@ -375,15 +395,17 @@ void Pager::set_home_range(Page& page, Range range, Placement placement) {
   PAGODA_CHECK(page.whole_home(), "only a whole home can be cut (page {})", page.name);
   const Bytes begin = range.begin * page.element_size;
   const Bytes bytes = range.size() * page.element_size;
-  Home cut = tiers_.allocate(bytes, placement, tag::kParameters, page.name);
-  const std::lock_guard writing(write_mutex_);
-  for (Bytes done = 0; done < bytes;) {
-    const Bytes piece = std::min(options_.staging, bytes - done);
-    const std::span buffer(write_staging_.data(), piece);
-    tiers_.read(page.home, begin + done, buffer);
-    tiers_.write(cut, done, buffer);
-    done += piece;
-  }
+  Home cut;
+  alone_with(page, lock, [&] {
+    cut = tiers_.allocate(bytes, placement, tag::kParameters, page.name);
+    for (Bytes done = 0; done < bytes;) {
+      const Bytes piece = std::min(options_.staging, bytes - done);
+      const std::span buffer(write_staging_.data(), piece);
+      tiers_.read(page.home, begin + done, buffer);
+      tiers_.write(cut, done, buffer);
+      done += piece;
+    }
+  });
   page.home = std::move(cut);
   page.home_range = range;
 }

@@ -1,0 +1,316 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "pagoda/pager/pager.h"
+
+#include <atomic>
+#include <cstring>
+#include <map>
+#include <random>
+#include <thread>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "pagoda/device/emulated/emulated_device.h"
+#include "pagoda/device/host/host_device.h"
+#include "unit/io/scratch_directory.h"
+
+namespace pagoda::pager {
+namespace {
+
+using testing::HasSubstr;
+
+class PlainBinding final : public Binding {
+ public:
+  void bind(std::byte* data) noexcept override { data_.store(data); }
+  void unbind(const std::string& why) noexcept override {
+    data_.store(nullptr);
+    why_ = why;
+  }
+  std::byte* data() const noexcept { return data_.load(); }
+  const std::string& why() const noexcept { return why_; }
+
+ private:
+  std::atomic<std::byte*> data_{nullptr};
+  std::string why_;  // guarded by the pager's lock
+};
+
+/// Makes updates at once: adds one to every byte of a page's home.
+class AddOne final : public Debts {
+ public:
+  AddOne(Tiers& tiers, Pager& pager) : tiers_(tiers), pager_(pager) {}
+
+  void settle(Page& page) override {
+    const std::lock_guard lock(mutex_);
+    std::uint64_t version = 0;
+    {
+      const auto pages = pager_.lock();
+      if (!page.owes()) return;
+      version = page.wanted;
+    }
+    std::vector<std::byte> bytes(page.bytes());
+    tiers_.read(page.home, 0, bytes);
+    for (std::byte& value : bytes) value = std::byte(static_cast<unsigned char>(value) + 1);
+    tiers_.write(page.home, 0, bytes);
+    pager_.updated(page, version);
+  }
+  Range kept(const Page& page, Range /*slice*/) override { return {0, page.elements}; }
+  void overwritten(Page& page, std::uint64_t begin, std::uint64_t count, const std::byte* before,
+                   const std::byte* after) override {
+    const std::lock_guard lock(mutex_);
+    for (std::uint64_t i = 0; i < count * page.element_size; ++i) {
+      if (before[i] != after[i]) changed_[page.id] += 1;
+    }
+    (void)begin;
+  }
+  int changed(const Page& page) {
+    const std::lock_guard lock(mutex_);
+    return changed_[page.id];
+  }
+
+ private:
+  Tiers& tiers_;
+  Pager& pager_;
+  std::mutex mutex_;
+  std::map<PageId, int> changed_;  // guarded by mutex_
+};
+
+/// A pager with a small arena on some device, homes on some tier.
+class PagerOn : public testing::TestWithParam<std::tuple<bool, Placement>> {
+ protected:
+  static constexpr Bytes kArena = 32_KiB;
+
+  PagerOn() {
+    Tiers::Options options;
+    options.device =
+        std::get<0>(GetParam()) ? device::emulated::make_device() : device::host::make_device({});
+    options.device_budget = kArena;
+    options.host_budget = 64_MiB;
+    options.swap.directories = {directory_.path()};
+    options.swap.capacity = 16_MiB;
+    tiers_ = std::make_unique<Tiers>(options);
+    Pager::Options pages;
+    pages.fetch_threads = 3;
+    pages.staging = 4_KiB;
+    pager_ = std::make_unique<Pager>(*tiers_, pages);
+  }
+  ~PagerOn() override { pager_.reset(); }
+
+  /// A page of `bytes` bytes that are all `value`.
+  Page& page(Bytes bytes, unsigned char value) {
+    const std::vector<std::byte> contents(bytes, std::byte{value});
+    Page& out = pager_->adopt(fmt::format("page {}", value), bytes / 2, 2, std::get<1>(GetParam()),
+                              contents.data(), device::Direction::HostToHost);
+    bindings_.push_back(std::make_unique<PlainBinding>());
+    pager_->set_binding(out, bindings_.back().get());
+    return out;
+  }
+  PlainBinding& binding(const Page& page) { return *bindings_[page.id]; }
+
+  /// What an operator sees of the page.
+  std::vector<std::byte> seen(Page& page) {
+    const Access access{&page, false};
+    pager_->touch({&access, 1}, 0, nullptr);
+    const std::vector<std::byte> out(binding(page).data(), binding(page).data() + page.bytes());
+    pager_->unpin({&access, 1}, nullptr);
+    return out;
+  }
+  void write(Page& page, std::size_t at, unsigned char value) {
+    const Access access{&page, true};
+    pager_->touch({&access, 1}, 0, nullptr);
+    binding(page).data()[at] = std::byte{value};
+    pager_->unpin({&access, 1}, nullptr);
+  }
+
+  const io::ScratchDirectory directory_;
+  std::unique_ptr<Tiers> tiers_;
+  std::vector<std::unique_ptr<PlainBinding>> bindings_;
+  std::unique_ptr<Pager> pager_;
+};
+
+INSTANTIATE_TEST_SUITE_P(
+    , PagerOn, testing::Combine(testing::Bool(), testing::Values(Placement::Host, Placement::Nvme)),
+    [](const auto& info) {
+      return fmt::format("{}{}", std::get<0>(info.param) ? "Emulated" : "Plain",
+                         std::get<1>(info.param) == Placement::Host ? "Host" : "Nvme");
+    });
+
+TEST_P(PagerOn, AnAbsentPageSaysItsNameAndWhatToDo) {
+  Page& a = page(1000, 1);
+  EXPECT_EQ(binding(a).data(), nullptr);
+  EXPECT_THAT(binding(a).why(), HasSubstr("page 1"));
+  EXPECT_THAT(binding(a).why(), HasSubstr("pin"));
+}
+
+TEST_P(PagerOn, PagesComeAndGoWithTheirBytes) {
+  std::vector<Page*> pages;
+  for (unsigned char i = 0; i < 10; ++i) pages.push_back(&page(6000, i));
+  for (int round = 0; round < 3; ++round) {
+    for (unsigned char i = 0; i < 10; ++i) {
+      EXPECT_EQ(seen(*pages[i]), std::vector<std::byte>(6000, std::byte{i}));
+    }
+  }
+  EXPECT_GT(pager_->stats().evictions, 0U);
+  EXPECT_LE(tiers_->arena().stats().peak, kArena);
+}
+
+TEST_P(PagerOn, WhatWasWrittenSurvivesEviction) {
+  AddOne debts(*tiers_, *pager_);
+  pager_->set_debts(&debts);
+  Page& a = page(10'000, 1);
+  write(a, 9'999, 77);
+  write(a, 0, 78);
+  EXPECT_TRUE(pager_->evict(a));
+  EXPECT_EQ(binding(a).data(), nullptr);
+  const auto bytes = seen(a);
+  EXPECT_EQ(bytes[0], std::byte{78});
+  EXPECT_EQ(bytes[1], std::byte{1});
+  EXPECT_EQ(bytes[9'999], std::byte{77});
+  EXPECT_EQ(debts.changed(a), 2) << "bytes that masters were told of";
+  pager_->set_debts(nullptr);
+}
+
+TEST_P(PagerOn, AFixedPageTellsWhatWasWrittenToo) {
+  AddOne debts(*tiers_, *pager_);
+  pager_->set_debts(&debts);
+  Page& a = page(10'000, 1);
+  pager_->fix(a);
+  write(a, 5'000, 77);
+  write(a, 5'001, 77);
+  EXPECT_FALSE(pager_->evict(a));
+  pager_->write_back(a);
+  EXPECT_EQ(debts.changed(a), 2);
+  EXPECT_EQ(seen(a)[5'000], std::byte{77});
+  pager_->set_debts(nullptr);
+}
+
+TEST_P(PagerOn, NobodySeesAPageThatOwesAnUpdate) {
+  AddOne debts(*tiers_, *pager_);
+  pager_->set_debts(&debts);
+  Page& a = page(9'000, 5);
+  Page& fixed = page(3'000, 9);
+  pager_->fix(fixed);
+  for (unsigned char step = 1; step < 4; ++step) {
+    Page* owing[] = {&a, &fixed};
+    pager_->owe(owing);
+    EXPECT_TRUE(a.owes());
+    EXPECT_EQ(seen(a), std::vector<std::byte>(9'000, std::byte(5 + step)));
+    EXPECT_EQ(seen(fixed), std::vector<std::byte>(3'000, std::byte(9 + step)));
+  }
+  pager_->set_debts(nullptr);
+}
+
+TEST_P(PagerOn, AHeldPageStaysWhereItIsAcrossUpdates) {
+  AddOne debts(*tiers_, *pager_);
+  pager_->set_debts(&debts);
+  Page& a = page(9'000, 5);
+  pager_->hold(a, nullptr);
+  std::byte* const where = binding(a).data();
+  ASSERT_NE(where, nullptr);
+  EXPECT_FALSE(pager_->evict(a));
+  Page* owing[] = {&a};
+  pager_->owe(owing);
+  EXPECT_EQ(seen(a), std::vector<std::byte>(9'000, std::byte{6}));
+  EXPECT_EQ(binding(a).data(), where);
+  pager_->release_hold(a);
+  EXPECT_TRUE(pager_->evict(a));
+  pager_->set_debts(nullptr);
+}
+
+TEST_P(PagerOn, AnOperatorThatIsTooLargeIsNamed) {
+  Page& a = page(20'000, 1);
+  Page& b = page(20'000, 2);
+  const Access both[] = {{&a, false}, {&b, false}};
+  try {
+    pager_->touch(both, 0, nullptr);
+    FAIL() << "it fits?";
+  } catch (const OperatorTooLarge& error) {
+    EXPECT_THAT(error.message(), HasSubstr("page 1"));
+    EXPECT_THAT(error.message(), HasSubstr("page 2"));
+    EXPECT_THAT(error.message(), HasSubstr("19.53 KiB"));
+    EXPECT_THAT(error.message(), HasSubstr("32 KiB"));
+  }
+  EXPECT_EQ(seen(a), std::vector<std::byte>(20'000, std::byte{1})) << "nothing stays pinned";
+  EXPECT_EQ(seen(b), std::vector<std::byte>(20'000, std::byte{2}));
+}
+
+TEST_P(PagerOn, CrumbsAreLaidOutAfresh) {
+  // Three small pages are scattered over the arena, then one operator needs two of them and a large
+  // one: all fit, but not between the others.
+  Page& a = page(8'192, 1);
+  Page& b = page(8'192, 2);
+  Page& c = page(8'192, 3);
+  Page& d = page(8'192, 4);
+  Page& large = page(16'000, 5);
+  for (Page* each : {&a, &b, &c, &d}) (void)seen(*each);
+  const Access three[] = {{&b, false}, {&d, false}, {&large, false}};
+  pager_->touch(three, 0, nullptr);
+  for (const Access& access : three) {
+    ASSERT_NE(binding(*access.page).data(), nullptr);
+    EXPECT_EQ(binding(*access.page).data()[7'000], std::byte(access.page == &b   ? 2
+                                                             : access.page == &d ? 4
+                                                                                 : 5));
+  }
+  pager_->unpin(three, nullptr);
+}
+
+TEST_P(PagerOn, AfterRefusalEveryTouchThrowsTheReason) {
+  Page& a = page(1000, 1);
+  pager_->refuse("the disk burns");
+  const Access access{&a, false};
+  EXPECT_THROW(pager_->touch({&access, 1}, 0, nullptr), EngineError);
+  EXPECT_EQ(a.pins, 0U);
+}
+
+TEST_P(PagerOn, DeadStoragesGiveTheirBytesBack) {
+  const Bytes before = tiers_->budget(Tier::Host).used() + tiers_->budget(Tier::Nvme).used();
+  Page& a = page(6'000, 1);
+  (void)seen(a);
+  pager_->storage_died(a);
+  (void)page(2, 2);
+  EXPECT_LT(tiers_->budget(Tier::Host).used() + tiers_->budget(Tier::Nvme).used(), before + 1'000);
+  EXPECT_EQ(tiers_->arena().stats().used, 0U);
+}
+
+/// Threads touch pairs of pages that do not fit together with others', write to pages of their own,
+/// and evict at random, while updates are owed between rounds.
+TEST_P(PagerOn, ManyThreadsAndLittleRoom) {
+  constexpr unsigned kThreads = 4;
+  constexpr unsigned kPages = 12;
+  AddOne debts(*tiers_, *pager_);
+  pager_->set_debts(&debts);
+  std::vector<Page*> pages;
+  for (unsigned char i = 0; i < kPages; ++i) pages.push_back(&page(5'000 + 200U * i, i));
+  std::atomic<int> wrong{0};
+  for (unsigned char round = 0; round < 4; ++round) {
+    std::vector<std::jthread> threads;
+    for (unsigned t = 0; t < kThreads; ++t) {
+      threads.emplace_back([&, t] {
+        std::mt19937 random(round * kThreads + t);
+        for (int i = 0; i < 60; ++i) {
+          const std::size_t p = random() % kPages;
+          const std::size_t q = random() % kPages;
+          std::vector<Access> accesses = {{pages[p], false}};
+          if (q != p) accesses.push_back({pages[q], false});
+          pager_->touch(accesses, 0, nullptr);
+          for (const Access& access : accesses) {
+            const std::byte* data = binding(*access.page).data();
+            const auto right = std::byte(access.page->id + round);
+            if (data == nullptr || data[0] != right || data[access.page->bytes() - 1] != right) {
+              ++wrong;
+            }
+          }
+          pager_->unpin(accesses, nullptr);
+          if (i % 7 == 0) (void)pager_->evict(*pages[random() % kPages]);
+        }
+      });
+    }
+    threads.clear();
+    pager_->owe(pages);
+  }
+  EXPECT_EQ(wrong, 0);
+  EXPECT_LE(tiers_->arena().stats().peak, kArena);
+  pager_->set_debts(nullptr);
+}
+
+}  // namespace
+}  // namespace pagoda::pager
