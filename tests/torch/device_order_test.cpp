@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every use of device memory is ordered after the ones that it depends on, and the checker that says
-// so sees a wait that is missing.
+// Every use of device memory is ordered after the ones that it depends on, and the checker that
+// says so sees a wait that is missing.
 #include <string>
 
 #include <gmock/gmock.h>
@@ -63,15 +63,15 @@ TEST_P(DeviceOrder, HoldsAndTrainingIsExact) {
   EXPECT_THAT(setup->checker->take_violations(), ::testing::IsEmpty());
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    Cases, DeviceOrder,
-    ::testing::Values(Case{"gpt_host", Kind::Gpt, 1, 3, Placement::Host},
-                      Case{"moe_nvme", Kind::Moe, 1, 3, Placement::Nvme},
-                      Case{"conv_host", Kind::Conv, 1, 3, Placement::Host},
-                      Case{"views_host", Kind::Views, 1, 3, Placement::Host},
-                      Case{"gpt_two_ranks", Kind::Gpt, 2, 3, Placement::Host},
-                      Case{"moe_two_ranks_stage_one", Kind::Moe, 2, 1, Placement::Host}),
-    [](const auto& info) { return info.param.name; });
+INSTANTIATE_TEST_SUITE_P(Cases, DeviceOrder,
+                         ::testing::Values(Case{"gpt_host", Kind::Gpt, 1, 3, Placement::Host},
+                                           Case{"moe_nvme", Kind::Moe, 1, 3, Placement::Nvme},
+                                           Case{"conv_host", Kind::Conv, 1, 3, Placement::Host},
+                                           Case{"views_host", Kind::Views, 1, 3, Placement::Host},
+                                           Case{"gpt_two_ranks", Kind::Gpt, 2, 3, Placement::Host},
+                                           Case{"moe_two_ranks_stage_one", Kind::Moe, 2, 1,
+                                                Placement::Host}),
+                         [](const auto& info) { return info.param.name; });
 
 class DroppedWaits : public ::testing::TestWithParam<pagoda::pager::DroppedWait> {};
 

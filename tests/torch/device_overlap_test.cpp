@@ -41,8 +41,7 @@ std::vector<Slice> recorded() {
     if (event["ph"] != "X") continue;
     const double begin = event["ts"];
     const double duration = event["dur"];
-    slices.push_back(
-        {tracks[event["tid"]], event["cat"], event["name"], begin, begin + duration});
+    slices.push_back({tracks[event["tid"]], event["cat"], event["name"], begin, begin + duration});
   }
   std::ranges::sort(slices, {}, &Slice::begin);
   return slices;
@@ -114,8 +113,7 @@ TEST(DeviceOverlap, UpdatesRunWhileTheNextForwardDoes) {
   trainee.finish();
   // A disk so slow that updates last as long as a forward.
   config.faults->set_lottery(
-      {.probability = 1,
-       .faults = {{.kind = pagoda::io::FaultKind::Delay, .delay = 2'000'000}}});
+      {.probability = 1, .faults = {{.kind = pagoda::io::FaultKind::Delay, .delay = 2'000'000}}});
   trace::start();
   for (int step = 4; step < 7; ++step) {
     {

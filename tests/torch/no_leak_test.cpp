@@ -57,8 +57,7 @@ std::ptrdiff_t descriptors_here() {
 /// The deleted files below `directory` that a process has open.
 int unlinked_files(pid_t pid, const std::filesystem::path& directory) {
   int count = 0;
-  for (const auto& entry :
-       std::filesystem::directory_iterator(fmt::format("/proc/{}/fd", pid))) {
+  for (const auto& entry : std::filesystem::directory_iterator(fmt::format("/proc/{}/fd", pid))) {
     std::error_code gone;
     const std::string target = std::filesystem::read_symlink(entry.path(), gone).string();
     if (target.starts_with(directory.string()) && target.ends_with("(deleted)")) ++count;
@@ -83,7 +82,9 @@ TEST(NoLeak, PagesGoWithTheirStorages) {
   const Options options{.kind = Kind::Gpt};
   Trainee trainee(options, {}, on_disk(options, scratch));
   trainee.train(0);
-  const auto parameters = [&] { return held(trainee, Tier::Nvme, pagoda::pager::tag::kParameters); };
+  const auto parameters = [&] {
+    return held(trainee, Tier::Nvme, pagoda::pager::tag::kParameters);
+  };
   const auto sums = [&] { return held(trainee, Tier::Host, pagoda::pager::tag::kChecksums); };
   const pagoda::Bytes before = parameters();
   const pagoda::Bytes sums_before = sums();

@@ -64,7 +64,8 @@ class NoLostError : public ::testing::TestWithParam<Cause> {
     std::vector<std::string> pages{"page=parameter "};  // while a model is built it has no names
     for (const Bits& bits : parameter_bits(*make(options_))) pages.push_back("page=" + bits.name);
     bool named = false;
-    for (const std::string& page : pages) named = named || ending.text.find(page) != std::string::npos;
+    for (const std::string& page : pages)
+      named = named || ending.text.find(page) != std::string::npos;
     EXPECT_TRUE(named) << "no page in: " << ending.text;
   }
 

@@ -46,8 +46,7 @@ void Trainee::build() {
   const auto& rule = std::get<pagoda::kernels::AdamConfig>(parts_->training.optimizer);
   PAGODA_REQUIRE(rule.decay == pagoda::kernels::Decay::Decoupled);
   parts_->engine->attach(
-      *parts_->model,
-      pagoda::AdamW{rule.lr, rule.beta1, rule.beta2, rule.eps, rule.weight_decay});
+      *parts_->model, pagoda::AdamW{rule.lr, rule.beta1, rule.beta2, rule.eps, rule.weight_decay});
 }
 
 Trainee::~Trainee() = default;
@@ -147,9 +146,8 @@ std::vector<std::shared_ptr<pagoda::comm::World>> gloo_worlds(int ranks) {
 
 std::shared_ptr<pagoda::comm::World> world_of_environment() {
   using std::chrono::milliseconds;
-  return pagoda::torch::world_from_env({.address = "127.0.0.1",
-                                        .board_timeout = milliseconds(3000),
-                                        .linger = milliseconds(500)});
+  return pagoda::torch::world_from_env(
+      {.address = "127.0.0.1", .board_timeout = milliseconds(3000), .linger = milliseconds(500)});
 }
 
 std::uint64_t fingerprint(const std::vector<std::uint32_t>& losses,

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// A rank of training_processes_test.cpp and no_leak_test.cpp: trains in the world that its environment names
-// and prints "step N" after each step, then "result <fingerprint>", or "error <text>".
+// A rank of training_processes_test.cpp and no_leak_test.cpp: trains in the world that its
+// environment names and prints "step N" after each step, then "result <fingerprint>", or "error
+// <text>".
 //   trainee_worker KIND ZERO STEPS [SWAP DIRECTORY]
 #include <cstdio>
 #include <cstdlib>

@@ -63,11 +63,11 @@ TEST(TrainingProcesses, TrainExactlyUnderTorchrun) {
   if (!std::filesystem::exists(PAGODA_PYTHON)) {
     GTEST_SKIP() << "no Python with torch at " << PAGODA_PYTHON;
   }
-  Process torchrun({PAGODA_PYTHON, "-m", "torch.distributed.run", "--no-python", "--nnodes=1",
-                    "--nproc-per-node=2", "--master-addr=127.0.0.1",
-                    "--master-port=" + std::to_string(free_port()), PAGODA_TRAINEE_WORKER, "gpt",
-                    "3", "3"},
-                   {{"OMP_NUM_THREADS", "1"}});
+  Process torchrun(
+      {PAGODA_PYTHON, "-m", "torch.distributed.run", "--no-python", "--nnodes=1",
+       "--nproc-per-node=2", "--master-addr=127.0.0.1",
+       "--master-port=" + std::to_string(free_port()), PAGODA_TRAINEE_WORKER, "gpt", "3", "3"},
+      {{"OMP_NUM_THREADS", "1"}});
   std::multiset<std::string> results;
   for (std::string line = torchrun.line_with("result"); !line.empty();
        line = torchrun.line_with("result")) {

@@ -125,12 +125,10 @@ Runtime::Runtime(const Config& config, std::shared_ptr<comm::World> world)
     reduce_group_ = world_->make_group("gradients");
     auto pull_group = world_->make_group("pulls");
     pulls_ = std::make_unique<comm::PullService>(
-        std::move(pull_group), [this](const comm::PullRequest& request, comm::PullReply& reply) {
-          serve(request, reply);
-        },
-        comm::PullService::Options{.on_failure = [this](const std::string& reason) {
-          pulls_ended(reason);
-        }});
+        std::move(pull_group),
+        [this](const comm::PullRequest& request, comm::PullReply& reply) { serve(request, reply); },
+        comm::PullService::Options{
+            .on_failure = [this](const std::string& reason) { pulls_ended(reason); }});
     remote_ = std::make_unique<Remote>(*this);
     pager_->set_remote(remote_.get());
     completers_ = std::make_unique<ThreadPool>(2, "complete");
