@@ -56,7 +56,7 @@ class NoLostError : public ::testing::TestWithParam<Cause> {
   /// A failed call says which page, where, and why.
   void expect_cause(const Ending& ending, const std::string& call) {
     SCOPED_TRACE(call);
-    EXPECT_TRUE(ending.threw);
+    EXPECT_TRUE(ending.threw) << plan_->injected(GetParam().fault.kind) << " faults were injected";
     if (!ending.threw) return;
     EXPECT_THAT(ending.text, HasSubstr(GetParam().text));
     EXPECT_THAT(ending.text, HasSubstr(scratch_.path().string()));

@@ -257,17 +257,19 @@ void Reducer::run() {
     }
   } catch (...) {
     if (!lock.owns_lock()) lock.lock();
-    const bool first = error_ == nullptr;
-    if (first) error_ = std::current_exception();
+    if (error_ == nullptr && options_.on_failure) {
+      // Before those who wait are told: what they do next must find the engine failed.
+      lock.unlock();
+      options_.on_failure(std::current_exception());
+      lock.lock();
+    }
+    if (error_ == nullptr) error_ = std::current_exception();
     for (auto& round : rounds_) {
       for (auto& arrival : round->arrived) {
         if (arrival) release(*arrival, lock);
       }
     }
     changed_.notify_all();
-    const std::exception_ptr error = error_;
-    lock.unlock();
-    if (first && options_.on_failure) options_.on_failure(error);
   }
 }
 

@@ -253,15 +253,14 @@ void Updater::run() {
       lock.lock();
     } catch (...) {
       if (!lock.owns_lock()) lock.lock();
-      const bool first = error_ == nullptr;
-      if (first) error_ = std::current_exception();
-      changed_.notify_all();
-      if (first && options_.on_failure) {
-        const std::exception_ptr error = error_;
+      if (error_ == nullptr && options_.on_failure) {
+        // Before those who wait are told: what they do next must find the engine failed.
         lock.unlock();
-        options_.on_failure(error);
+        options_.on_failure(std::current_exception());
         lock.lock();
       }
+      if (error_ == nullptr) error_ = std::current_exception();
+      changed_.notify_all();
     }
   }
 }
