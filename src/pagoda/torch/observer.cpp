@@ -4,12 +4,14 @@
 #include <atomic>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <utility>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/record_function.h>
+#include <c10/util/SmallVector.h>
 #include <pthread.h>
 
 #include "pagoda/base/error.h"
@@ -34,14 +36,19 @@ struct Held {
   pager::Pager* pager = nullptr;
   ObserverClient* client = nullptr;
   std::shared_ptr<device::Stream> consumer;
-  std::vector<pager::Access> accesses;
+  c10::SmallVector<pager::Access, 4> accesses;
+
+  std::span<const pager::Access> all() const { return {accesses.data(), accesses.size()}; }
 };
+
+/// One entry, unless an operator mixes engines. Small ones need no allocation.
+using HeldPages = c10::SmallVector<Held, 1>;
 
 struct OperatorContext final : at::ObserverContext {
-  std::vector<Held> held;  // one entry, unless an operator mixes engines
+  HeldPages held;
 };
 
-void note(PageStorage& storage, bool write, std::vector<Held>& held) {
+void note(PageStorage& storage, bool write, HeldPages& held) {
   Held* mine = nullptr;
   for (Held& one : held) {
     if (one.pager == &storage.pager()) mine = &one;
@@ -58,7 +65,7 @@ void note(PageStorage& storage, bool write, std::vector<Held>& held) {
   mine->accesses.push_back({storage.page(), write});
 }
 
-void look(const c10::IValue& value, bool write, std::vector<Held>& held) {
+void look(const c10::IValue& value, bool write, HeldPages& held) {
   if (value.isTensor()) {
     const at::Tensor& tensor = value.toTensor();
     if (!tensor.defined() || !tensor.has_storage()) return;
@@ -85,7 +92,7 @@ bool touches_pages(c10::ArrayRef<const c10::IValue> inputs) {
           nullptr)
         return true;
     } else if (value.isList() || value.isTuple()) {
-      std::vector<Held> held;
+      HeldPages held;
       look(value, false, held);
       if (!held.empty()) return true;
     }
@@ -128,7 +135,7 @@ std::unique_ptr<at::ObserverContext> operator_starts(const at::RecordFunction& f
     Held& held = context->held[i];
     try {
       held.consumer = held.client->consumer();
-      held.pager->touch(held.accesses, touch_mode(), held.consumer.get());
+      held.pager->touch(held.all(), touch_mode(), held.consumer.get());
     } catch (const std::exception& error) {
       // A callback may not throw: the storage does it, when the kernel asks it for its bytes.
       const auto* ours = dynamic_cast<const Error*>(&error);
@@ -147,7 +154,7 @@ std::unique_ptr<at::ObserverContext> operator_starts(const at::RecordFunction& f
 void operator_ends(const at::RecordFunction& /*function*/, at::ObserverContext* context) {
   if (context == nullptr) return;
   for (const Held& held : static_cast<OperatorContext*>(context)->held) {
-    held.pager->unpin(held.accesses, held.consumer.get());
+    held.pager->unpin(held.all(), held.consumer.get());
   }
 }
 
