@@ -25,8 +25,9 @@ struct PagerFlags {
 };
 
 void bench_observer(BenchReport& report, const PagerFlags& flags) {
-  constexpr std::size_t kRounds = 21;
-  const torch::bench::ObserverCost cost = torch::bench::observer_cost(flags.pages, kRounds);
+  constexpr std::size_t kRounds = 21;  // at least: they are short
+  const torch::bench::ObserverCost cost =
+      torch::bench::observer_cost(flags.pages, std::max(kRounds, flags.steps));
   report.add({"observer cost", cost.untouched, "ns", 1000, "1 µs an operator (at most 100 %)"});
   report.add(
       {"observer cost, touching", cost.touching, "ns", 1000, "1 µs an operator (at most 100 %)"});

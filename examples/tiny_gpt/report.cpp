@@ -29,6 +29,26 @@ double percent(double part, double of) {
   return of <= 0 ? 100 : 100 * std::clamp(part / of, 0.0, 1.0);
 }
 
+/// With a line break before each word that would pass the last column, and one at the end.
+std::string wrapped(const std::string& text) {
+  constexpr std::size_t kColumns = 79;
+  std::string out;
+  std::size_t column = 0;
+  for (std::size_t begin = 0; begin < text.size();) {
+    const std::size_t end = std::min(text.find(' ', begin), text.size());
+    const std::size_t letters = end - begin;
+    if (column > 0) {
+      const bool fits = column + 1 + letters <= kColumns;
+      out += fits ? ' ' : '\n';
+      column = fits ? column + 1 : 0;
+    }
+    out += text.substr(begin, letters);
+    column += letters;
+    begin = end + 1;
+  }
+  return out + "\n";
+}
+
 double mean(std::vector<float>::const_iterator begin, std::vector<float>::const_iterator end) {
   return std::accumulate(begin, end, 0.0) / static_cast<double>(end - begin);
 }
@@ -37,20 +57,20 @@ double mean(std::vector<float>::const_iterator begin, std::vector<float>::const_
 
 std::string opening(const Flags& flags, std::int64_t parameters, const Text& text) {
   const auto bytes = static_cast<pagoda::Bytes>(parameters) * sizeof(float);
-  return fmt::format(
-      "A GPT of {:.1f} M parameters ({}; {} with gradients and optimizer state), all of it on "
-      "disk\n"
-      "in '{}', learns {} of text from {} files with {} of device memory.\n",
+  return wrapped(fmt::format(
+      "A GPT of {:.1f} M parameters ({}; {} with gradients and optimizer state), all of it on disk "
+      "in "
+      "'{}', learns {} of text from {} files with {} of device memory.",
       millions(parameters), format_bytes(bytes), format_bytes(4 * bytes), flags.directory.string(),
-      format_bytes(text.bytes().size()), text.files(), format_bytes(flags.device_budget));
+      format_bytes(text.bytes().size()), text.files(), format_bytes(flags.device_budget)));
 }
 
 std::string where_bytes_lived(const pagoda::engine::Stats& stats, std::int64_t parameters) {
-  std::string out = fmt::format("\n{:<32}{:>12}{:>24}\n", "Where each byte lived", "at most",
+  std::string out = fmt::format("\n{:<30}{:>12}{:>20}\n", "Where each byte lived", "at most",
                                 "bytes a parameter");
   for (std::size_t i = 0; i < stats.tiers.size(); ++i) {
     const auto row = [&](std::string_view name, pagoda::Bytes bytes) {
-      out += fmt::format("  {:<30}{:>12}{:>24.2f}\n", name, format_bytes(bytes),
+      out += fmt::format("  {:<28}{:>12}{:>20.2f}\n", name, format_bytes(bytes),
                          static_cast<double>(bytes) / static_cast<double>(parameters));
     };
     const auto& tier = stats.tiers[i];
@@ -110,24 +130,25 @@ std::string comparison(const std::vector<float>& paged, const std::vector<float>
 std::string closing(const pagoda::engine::Stats& stats, std::int64_t parameters,
                     const std::vector<float>& losses, std::int64_t compared) {
   const double bytes = 4.0 * static_cast<double>(parameters);
-  const auto device = static_cast<double>(stats.tiers[0].peak);
+  const auto device = static_cast<double>(stats.tiers[0].limit);
   const auto some = static_cast<std::ptrdiff_t>(std::min<std::size_t>(10, losses.size()));
-  return fmt::format(
-      "\nThe model's parameters were {:.1f} times as large as the memory it was given, and with "
-      "all\n"
-      "that training adds {:.0f} times, so Pagoda kept them on disk and brought each piece in "
-      "before it\n"
-      "was needed. It learnt all the same: its error fell from {:.2f} to {:.2f} in {} steps{}. "
-      "The\n"
-      "model's own code knows nothing of this; it is what one writes for a machine with enough "
-      "memory.\n",
-      bytes / device, 4 * bytes / device, mean(losses.begin(), losses.begin() + some),
-      mean(losses.end() - some, losses.end()), losses.size(),
-      compared == 0
-          ? std::string()
-          : fmt::format(
-                ", and the first {} gave exactly the same numbers as with everything in memory",
-                compared));
+  const std::string equal = fmt::format(
+      ", and the first {} of them gave exactly the same numbers, bit for bit, as with everything "
+      "in "
+      "memory",
+      compared);
+  return "\n" +
+         wrapped(fmt::format(
+             "The model's parameters are {:.1f} times as large as the device memory it was given, "
+             "and "
+             "{:.0f} times with all that training adds, so Pagoda kept everything on disk and "
+             "brought "
+             "each piece in shortly before it was used. The model learnt all the same: its error "
+             "fell "
+             "from {:.2f} to {:.2f} in {} steps{}. Its own code (examples/tiny_gpt/gpt.cpp) knows "
+             "nothing of this: it is what one writes for a machine that has enough memory.",
+             bytes / device, 4 * bytes / device, mean(losses.begin(), losses.begin() + some),
+             mean(losses.end() - some, losses.end()), losses.size(), compared > 0 ? equal : ""));
 }
 
 }  // namespace tiny_gpt

@@ -31,6 +31,8 @@ class Foresight {
   /// The toucher waited for so long: that is not time that its operators take.
   virtual void stalled(Nanos wait) = 0;
   virtual void forget(PageId page) = 0;
+  /// A page has left the device, or can be fetched again since its update is made.
+  virtual void absent(PageId /*page*/) {}
   /// A fetch of `bytes` took `seconds`.
   virtual void fetched(Bytes bytes, double seconds) = 0;
   /// The absent page to start fetching now, or kNoPage.

@@ -67,6 +67,7 @@ struct Page {
   device::Block block;
   std::uint64_t resident_version = 0;
   device::Mark ready;
+  device::Mark written;  // behind the last operator on a stream that wrote it
   bool bound = false;
   bool dirty = false;         // written by user code since it came, or since the last write-back
   std::uint32_t pins = 0;     // operators in flight, and holds

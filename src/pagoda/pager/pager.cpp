@@ -144,9 +144,9 @@ void Pager::drop(Page& page) {
 }
 
 void Pager::remove(Page& page, const Lock& lock) {
-  if (foresight_ != nullptr) foresight_->forget(page.id);
   set_residency(page, Residency::Absent, lock);
   --absent_;
+  if (foresight_ != nullptr) foresight_->forget(page.id);
   const PageId id = page.id;
   by_id_[id] = nullptr;
   pages_[id].reset();
@@ -160,7 +160,10 @@ void Pager::set_residency(Page& page, Residency to, const Lock& lock) {
     resident_.pop_back();
   }
   page.residency = to;
-  if (to == Residency::Absent) ++absent_;
+  if (to == Residency::Absent) {
+    ++absent_;
+    if (foresight_ != nullptr) foresight_->absent(page.id);
+  }
   if (to == Residency::Resident) {
     page.place = static_cast<std::uint32_t>(resident_.size());
     resident_.push_back(page.id);
@@ -486,6 +489,7 @@ void Pager::unpin(std::span<const Access> accesses, device::Stream* consumer) no
     const auto pin =
         std::find(pins_of_this_thread.rbegin(), pins_of_this_thread.rend(), access.page);
     if (pin != pins_of_this_thread.rend()) pins_of_this_thread.erase(std::next(pin).base());
+    if (consumer != nullptr && access.write) access.page->written = consumer->mark();
   }
   unpin_all(accesses, lock);
 }
@@ -583,6 +587,7 @@ void Pager::updated(Page& page, std::uint64_t version) {
   page.blank = false;
   ++changes_;
   if (page.fixed) page.resident_version = version;
+  if (foresight_ != nullptr && page.residency == Residency::Absent) foresight_->absent(page.id);
   changed_.notify_all();
   pump(lock);
 }

@@ -264,6 +264,7 @@ void Pager::write_back(Page& page, Lock& lock) {
     lock.unlock();
     {
       const std::lock_guard writing(write_mutex_);
+      if (page.written.event != nullptr) page.written.event->wait();
       tell_fixed(page);
     }
     lock.lock();
@@ -276,6 +277,7 @@ void Pager::write_back(Page& page, Lock& lock) {
   try {
     PAGODA_TRACE("pager", "write back", {"page", page.name}, {"bytes", page.bytes()});
     const std::lock_guard writing(write_mutex_);
+    if (page.written.event != nullptr) write_stream_->wait(*page.written.event);
     store(page, page.block.on(*write_stream_));
   } catch (Error& failure) {
     failure.add_context(context("page", page.name));

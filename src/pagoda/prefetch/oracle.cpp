@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "pagoda/prefetch/oracle.h"
 
+#include <algorithm>
+
 namespace pagoda::prefetch {
 
 /// What the pager has, in the schedule's words.
@@ -57,6 +59,28 @@ void Oracle::stalled(Nanos wait) {
 
 void Oracle::forget(pager::PageId page) {
   predictor_.forget(page);
+  first_absent_ = 0;
+}
+
+void Oracle::absent(pager::PageId page) {
+  if (const auto use = predictor_.next_use(page)) {
+    first_absent_ = std::min(first_absent_, predictor_.position() + *use);
+  }
+}
+
+/// The first of the expected touches whose page is absent; their number if none is. Goes on where
+/// it was last time, so that a long way to it is not gone for every fetch.
+std::size_t Oracle::find_absent(const View& view) {
+  if (looked_after_ != predictor_.surprises()) first_absent_ = 0;
+  looked_after_ = predictor_.surprises();
+  const std::uint64_t next = predictor_.position() + 1;
+  std::size_t i = first_absent_ > next ? static_cast<std::size_t>(first_absent_ - next) : 0;
+  while (i < predictor_.size() &&
+         view.page(predictor_.page_ahead(i)).residency != Residency::Absent) {
+    ++i;
+  }
+  first_absent_ = next + i;
+  return i;
 }
 
 void Oracle::fetched(Bytes bytes, double seconds) {
@@ -70,6 +94,10 @@ pager::PageId Oracle::next_fetch(const pager::Occupancy& occupancy) {
     return pager::kNoPage;
   }
   const View view(occupancy, false);
+  const std::size_t first = find_absent(view);
+  if (first >= predictor_.size()) return pager::kNoPage;
+  const PageId page = predictor_.page_ahead(first);
+  if (view.page(page).bytes <= occupancy.free) return page;
   Schedule::Pause pause;
   if (const auto next = Schedule(predictor_, view, rate_).next_fetch(&pause)) {
     quiet_ = {};

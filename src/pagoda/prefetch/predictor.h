@@ -70,6 +70,8 @@ class Predictor {
     expected.in = static_cast<Nanos>(static_cast<double>(expected.in) * pace_);
     return expected;
   }
+  /// Its page alone.
+  PageId page_ahead(std::size_t i) const noexcept { return queue_.page_at(i); }
   /// How many touches from now the page is expected, 1 being the very next; nothing when it is not
   /// expected within the horizon. Constant time.
   std::optional<std::size_t> next_use(PageId page) const noexcept { return queue_.next_use(page); }

@@ -64,7 +64,8 @@ Engine::Impl::~Impl() {
   for (auto& [key, storage] : storages_) torch::StorageTable::instance().erase(storage->key());
   torch::observer::remove();
   for (auto& [key, storage] : storages_) {
-    if (storage->page() != nullptr) storage->page()->binding = nullptr;
+    // The page of a storage that has died may be gone.
+    if (storage->alive() && storage->page() != nullptr) storage->page()->binding = nullptr;
   }
   runtime_.reset();
   storages_.clear();
@@ -202,6 +203,9 @@ void Engine::Impl::storage_exchanged(std::size_t index) {
 
 /// Forgets storages that have died; the pager has been told by them.
 void Engine::Impl::sweep() {
+  // Now and then: their weak references keep torch from using an address again before that.
+  if (++births_since_sweep_ < storages_.size()) return;
+  births_since_sweep_ = 0;
   std::erase_if(storages_, [](auto& entry) {
     if (entry.second->alive()) return false;
     torch::StorageTable::instance().erase(entry.second->key());

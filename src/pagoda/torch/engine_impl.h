@@ -96,6 +96,7 @@ class Engine::Impl final : public torch::ObserverClient {
   std::unordered_map<void*, std::shared_ptr<device::Stream>> streams_;  // guarded by stream_mutex_
   std::mutex stream_mutex_;
   std::size_t births_ = 0;
+  std::size_t births_since_sweep_ = 0;
 };
 
 }  // namespace pagoda

@@ -4,12 +4,14 @@
 #include <atomic>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <utility>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/record_function.h>
+#include <c10/util/SmallVector.h>
 #include <pthread.h>
 
 #include "pagoda/base/error.h"
@@ -35,15 +37,20 @@ struct Held {
   pager::Pager* pager = nullptr;
   ObserverClient* client = nullptr;
   std::shared_ptr<device::Stream> consumer;
-  std::vector<pager::Access> accesses;
+  c10::SmallVector<pager::Access, 4> accesses;
+
+  std::span<const pager::Access> all() const { return {accesses.data(), accesses.size()}; }
 };
+
+/// One entry, unless an operator mixes engines. Small ones need no allocation.
+using HeldPages = c10::SmallVector<Held, 1>;
 
 struct OperatorContext final : at::ObserverContext {
-  std::vector<Held> held;  // one entry, unless an operator mixes engines
-  Nanos began = 0;         // with its pages there; 0: not traced
+  HeldPages held;
+  Nanos began = 0;  // with its pages there; 0: not traced
 };
 
-void note(PageStorage& storage, bool write, std::vector<Held>& held) {
+void note(PageStorage& storage, bool write, HeldPages& held) {
   Held* mine = nullptr;
   for (Held& one : held) {
     if (one.pager == &storage.pager()) mine = &one;
@@ -60,7 +67,7 @@ void note(PageStorage& storage, bool write, std::vector<Held>& held) {
   mine->accesses.push_back({storage.page(), write});
 }
 
-void look(const c10::IValue& value, bool write, std::vector<Held>& held) {
+void look(const c10::IValue& value, bool write, HeldPages& held) {
   if (value.isTensor()) {
     const at::Tensor& tensor = value.toTensor();
     if (!tensor.defined() || !tensor.has_storage()) return;
@@ -107,12 +114,20 @@ bool touches_pages(c10::ArrayRef<const c10::IValue> inputs) {
           return true;
       }
     } else if (value.isList() || value.isTuple()) {
-      std::vector<Held> held;
+      HeldPages held;
       look(value, false, held);
       if (!held.empty()) return true;
     }
   }
   return false;
+}
+
+bool touches_a_gpu(c10::ArrayRef<const c10::IValue> inputs) {
+  HeldPages held;
+  for (const c10::IValue& value : inputs) look(value, false, held);
+  return std::any_of(held.begin(), held.end(), [](const Held& one) {
+    return one.pager->tiers().device()->kind() == device::DeviceKind::Cuda;
+  });
 }
 
 std::uint8_t touch_mode() {
@@ -140,7 +155,9 @@ std::unique_ptr<at::ObserverContext> operator_starts(const at::RecordFunction& f
   const auto inputs = function.inputs();
   if (!touches_pages(inputs)) return nullptr;
   const OperatorTraits& traits = operator_traits(function);
-  if (traits.needs_no_data) return nullptr;
+  if (traits.needs_no_data && !(traits.reads_pointers_on_gpu && touches_a_gpu(inputs))) {
+    return nullptr;
+  }
   const at::RecordFunctionGuard no_recursion(false);
   auto context = std::make_unique<OperatorContext>();
   for (std::size_t i = 0; i < inputs.size(); ++i) {
@@ -150,7 +167,7 @@ std::unique_ptr<at::ObserverContext> operator_starts(const at::RecordFunction& f
     Held& held = context->held[i];
     try {
       held.consumer = held.client->consumer();
-      held.pager->touch(held.accesses, touch_mode(), held.consumer.get());
+      held.pager->touch(held.all(), touch_mode(), held.consumer.get());
     } catch (...) {
       // A callback may not throw: the storage does it, when the kernel asks it for its bytes.
       poison(held, held.client->touch_failed(std::current_exception()));
@@ -172,7 +189,7 @@ void operator_ends(const at::RecordFunction& function, at::ObserverContext* cont
     trace::slice("operator", function.name(), ended.began, now_ns());
   }
   for (const Held& held : ended.held) {
-    held.pager->unpin(held.accesses, held.consumer.get());
+    held.pager->unpin(held.all(), held.consumer.get());
   }
 }
 

@@ -10,8 +10,8 @@
 
 namespace pagoda::torch::bench {
 
-/// Nanoseconds that the observer adds to one tiny operator. Each is the median over rounds in which
-/// operators with and without it take turns.
+/// Nanoseconds of computing that the observer adds to one tiny operator. Each is the median over
+/// rounds in which operators with and without it take turns.
 struct ObserverCost {
   double untouched = 0;       ///< no input is a page
   double touching = 0;        ///< one input is a page, and resident
