@@ -132,9 +132,10 @@ Runtime::Runtime(const Config& config, std::shared_ptr<comm::World> world)
     remote_ = std::make_unique<Remote>(*this);
     pager_->set_remote(remote_.get());
     completers_ = std::make_unique<ThreadPool>(2, "complete");
-    updater_->set_callbacks({}, [this](TrainedPage& page, std::uint64_t version) {
-      return part_updated(page, version);
-    });
+    updater_->set_callbacks(
+        {},
+        [this](TrainedPage& page, std::uint64_t version) { return part_updated(page, version); },
+        [this](Page& page) { await_served(page); });
     comm::Watch::Options watch;
     watch.name = fmt::format("engine {}", number_);
     watch.timeout = std::chrono::duration_cast<decltype(watch.timeout)>(
@@ -283,6 +284,8 @@ void Runtime::fail(std::exception_ptr error) noexcept {
     if (group != nullptr) group->abort(why);
   }
   if (pulls_ != nullptr) pulls_->abort(why);
+  const std::lock_guard lock(completions_mutex_);
+  completed_.notify_all();
 }
 
 TrainedPage* Runtime::trained(const Page& page) noexcept {
@@ -608,8 +611,11 @@ void Runtime::serve(const comm::PullRequest& request, comm::PullReply& reply) {
   reply.about_to_wait();
   updater_->settle_part(page, request.version);
   pager_->add_reader(page);
-  const auto reading =
-      std::shared_ptr<void>(nullptr, [this, &page](void*) { pager_->remove_reader(page); });
+  const auto reading = std::shared_ptr<void>(
+      nullptr, [this, &page, version = request.version, bytes = request.bytes](void*) {
+        pager_->remove_reader(page);
+        served(page, version, bytes);
+      });
   const std::uint64_t has = updater_->part_version(page);
   if (has != request.version) {
     reply.refuse(fmt::format("page '{}' has gone on from version {} to {}", page.name,
@@ -624,6 +630,37 @@ void Runtime::serve(const comm::PullRequest& request, comm::PullReply& reply) {
   auto bytes = std::make_shared<std::vector<std::byte>>(request.bytes);
   tiers_->read(page.home, at, *bytes);
   reply.give(*bytes, bytes);
+}
+
+void Runtime::served(const Page& page, std::uint64_t version, Bytes bytes) {
+  const std::lock_guard lock(completions_mutex_);
+  Served& so_far = served_[page.id];
+  if (so_far.version < version) so_far = {version, 0};
+  if (so_far.version == version) so_far.bytes += bytes;
+  completed_.notify_all();
+}
+
+/// Where every rank keeps whole pages, the others read this rank's part of each version once: user
+/// code may change it after that.
+void Runtime::await_served(const Page& page) {
+  if (config_.zero == 0 || config_.zero == 3) return;
+  std::uint64_t version = 0;
+  {
+    const auto lock = pager_->lock();
+    version = page.version;
+  }
+  if (version == 0) return;
+  const Bytes all =
+      pager_->slice_of(page).size() * page.element_size * static_cast<Bytes>(world_->size() - 1);
+  std::unique_lock lock(completions_mutex_);
+  completed_.wait(lock, [&] {
+    if (failed()) return true;
+    const auto found = served_.find(page.id);
+    const bool now = found != served_.end() && found->second.version >= version;
+    return all == 0 || (now && found->second.bytes >= all);
+  });
+  lock.unlock();
+  check();
 }
 
 void Runtime::read_gradient(const Page& page, std::span<float> to) {

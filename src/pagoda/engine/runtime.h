@@ -8,6 +8,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "pagoda/base/thread_pool.h"
@@ -126,6 +127,8 @@ class Runtime {
   void agree_on_order();
   std::vector<optim::TrainedPage*> update_order(std::vector<optim::TrainedPage*> pages);
   void serve(const comm::PullRequest& request, comm::PullReply& reply);
+  void served(const pager::Page& page, std::uint64_t version, Bytes bytes);
+  void await_served(const pager::Page& page);
   bool part_updated(optim::TrainedPage& page, std::uint64_t version);
   void complete(optim::TrainedPage& page, std::uint64_t version);
   bool scales_loss() const noexcept { return config_.loss_scale.kind != LossScale::Kind::None; }
@@ -159,6 +162,12 @@ class Runtime {
   std::mutex completions_mutex_;
   std::condition_variable completed_;
   std::size_t completing_ = 0;  // guarded by completions_mutex_
+  struct Served {
+    std::uint64_t version = 0;
+    Bytes bytes = 0;
+  };
+  std::unordered_map<pager::PageId, Served>
+      served_;  // to other ranks; guarded by completions_mutex_
 
   std::atomic<bool> failed_{false};
   mutable std::mutex error_mutex_;

@@ -101,8 +101,9 @@ void Updater::stop() noexcept {
   if (thread_.joinable()) thread_.join();
 }
 
-void Updater::set_callbacks(Starting starting, Finished finished) {
+void Updater::set_callbacks(Starting starting, Finished finished, Writing writing) {
   const std::lock_guard lock(mutex_);
+  before_write_ = std::move(writing);
   starting_ = std::move(starting);
   finished_ = std::move(finished);
 }
@@ -165,6 +166,16 @@ void Updater::settle(pager::Page& page) {
   lock.unlock();
   // This rank's part is done; where other ranks' are missing, the pager learns of them.
   pager_.await_version(page);
+}
+
+void Updater::about_to_write(pager::Page& page) {
+  Writing writing;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!records_.contains(&page)) return;
+    writing = before_write_;
+  }
+  if (writing) writing(page);
 }
 
 void Updater::settle_part(const pager::Page& page, std::uint64_t version) {

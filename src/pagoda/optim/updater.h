@@ -55,6 +55,8 @@ class Updater final : public pager::Debts {
   /// Called on the updater's thread when this rank's part of a page is done. True: the page is up
   /// to date; false: the callee says so to the pager later (other ranks' parts are missing).
   using Finished = std::function<bool(TrainedPage&, std::uint64_t version)>;
+  /// Called on the thread that is about to write to a page; may wait.
+  using Writing = std::function<void(pager::Page&)>;
   /// Called on the updater's thread before a page's update.
   using Starting = std::function<void(TrainedPage&)>;
 
@@ -65,7 +67,7 @@ class Updater final : public pager::Debts {
   /// Drops updates that have not begun and ends the thread: no callback runs afterwards.
   void stop() noexcept;
 
-  void set_callbacks(Starting starting, Finished finished);
+  void set_callbacks(Starting starting, Finished finished, Writing writing = {});
 
   /// The layout of a page's state under `optimizer`.
   StateLayout layout(const TrainedPage& page, const Optimizer& optimizer) const;
@@ -77,6 +79,7 @@ class Updater final : public pager::Debts {
   void start(std::span<TrainedPage* const> order, StepScalars scalars);
 
   void settle(pager::Page& page) override;
+  void about_to_write(pager::Page& page) override;
   pager::Range kept(const pager::Page& page, pager::Range slice) override;
   void overwritten(pager::Page& page, std::uint64_t begin, std::uint64_t count,
                    const std::byte* before, const std::byte* after) override;
@@ -114,6 +117,7 @@ class Updater final : public pager::Debts {
   const Options options_;
   Starting starting_;
   Finished finished_;
+  Writing before_write_;
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;

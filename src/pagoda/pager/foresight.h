@@ -50,6 +50,9 @@ class Debts {
   /// Returns when `page`'s home has seen `page.wanted` updates; brings it to the front of the
   /// queue.
   virtual void settle(Page& page) = 0;
+  /// User code is about to write to a page that owes nothing: returns when no other rank still has
+  /// to read what it holds now.
+  virtual void about_to_write(Page& /*page*/) {}
   /// The elements of `page` whose master this rank keeps; `slice` where it does not know better.
   virtual Range kept(const Page& page, Range slice) = 0;
   /// User code has written elements [begin, begin + count) of a page that owes nothing: what home

@@ -201,6 +201,8 @@ void Pager::bury(const Lock& lock) {
 void Pager::touch(std::span<const Access> accesses, std::uint8_t mode, device::Stream* consumer) {
   Lock lock(mutex_);
   bury(lock);
+  bool writes = debts_ != nullptr && std::any_of(accesses.begin(), accesses.end(),
+                                                 [](const Access& access) { return access.write; });
   for (;;) {
     if (!refused_.empty()) throw EngineError(refused_);
     const auto owing = std::find_if(accesses.begin(), accesses.end(),
@@ -216,6 +218,15 @@ void Pager::touch(std::span<const Access> accesses, std::uint8_t mode, device::S
       lock.lock();
       stats_.update_stall += watch.elapsed_ns();
       stalled_ += watch.elapsed_ns();
+      continue;
+    }
+    if (std::exchange(writes, false)) {
+      Debts* debts = debts_;
+      lock.unlock();
+      for (const Access& access : accesses) {
+        if (access.write) debts->about_to_write(*access.page);
+      }
+      lock.lock();
       continue;
     }
     for (const Access& access : accesses) {

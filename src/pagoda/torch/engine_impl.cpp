@@ -459,6 +459,10 @@ void Engine::Impl::check_hooks() {
         "the gradient hook of '{}' was replaced after attach(): its gradient is lost; set "
         "hooks of your own before attach(), which keeps them",
         parameter.name);
+    PAGODA_REQUIRE(alive->unsafe_storage().unsafeGetStorageImpl() == parameter.storage->key(),
+                   "the storage of '{}' was exchanged after attach() (.data =, set_, to()): write "
+                   "into the parameter with copy_() instead, or release() the model before",
+                   parameter.name);
   }
 }
 
