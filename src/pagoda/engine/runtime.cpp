@@ -161,6 +161,12 @@ Runtime::~Runtime() {
     ended_.notify_all();
   }
   linger();
+  {
+    // Nobody tells anyone of a failure while those whom it would tell go, one by one.
+    std::unique_lock lock(error_mutex_);
+    closed_ = true;
+    ended_.wait(lock, [&] { return failing_ == 0; });
+  }
   if (watch_ != nullptr) watch_->leave();
   updater_->fail(ended);
   reducer_->fail(ended);
@@ -172,6 +178,7 @@ Runtime::~Runtime() {
   watch_.reset();
   reducer_.reset();
   updater_->stop();  // before those whom it calls
+  pager_->stop_fetching();
   completers_.reset();
   pulls_.reset();
   updater_.reset();
@@ -262,7 +269,8 @@ void Runtime::fail(std::exception_ptr error) noexcept {
   log::Level level = log::Level::Error;
   {
     const std::lock_guard lock(error_mutex_);
-    if (error_ != nullptr) return;
+    if (error_ != nullptr || closed_) return;
+    ++failing_;
     if (ending_) level = log::Level::Debug;  // what was owed is dropped, on every rank
     error_ = error;
     why = message_of(error);
@@ -284,8 +292,13 @@ void Runtime::fail(std::exception_ptr error) noexcept {
     if (group != nullptr) group->abort(why);
   }
   if (pulls_ != nullptr) pulls_->abort(why);
-  const std::lock_guard lock(completions_mutex_);
-  completed_.notify_all();
+  {
+    const std::lock_guard lock(completions_mutex_);
+    completed_.notify_all();
+  }
+  const std::lock_guard lock(error_mutex_);
+  --failing_;
+  ended_.notify_all();
 }
 
 TrainedPage* Runtime::trained(const Page& page) noexcept {

@@ -173,7 +173,9 @@ class Runtime {
   mutable std::mutex error_mutex_;
   std::condition_variable ended_;
   std::exception_ptr error_;  // guarded by error_mutex_
-  bool ending_ = false;       // guarded by error_mutex_
+  bool ending_ = false;       // guarded by error_mutex_: the destructor runs
+  bool closed_ = false;       // guarded by error_mutex_: …and what fails is nobody's concern
+  int failing_ = 0;           // guarded by error_mutex_: calls of fail() that tell the others
 };
 
 }  // namespace pagoda::engine

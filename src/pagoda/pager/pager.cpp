@@ -61,8 +61,16 @@ Pager::Pager(Tiers& tiers, Options options)
   write_staging_ = tiers_.host().allocate(options_.staging, tag::kStaging, "write-back staging");
 }
 
-Pager::~Pager() {
+void Pager::stop_fetching() noexcept {
+  {
+    const Lock lock(mutex_);
+    if (refused_.empty()) refused_ = "the engine has ended";  // nor is anything fetched ahead
+  }
   fetchers_.stop(ThreadPool::Stop::Cancel);
+}
+
+Pager::~Pager() {
+  stop_fetching();
   const Lock lock(mutex_);
   for (const auto& page : pages_) {
     if (page != nullptr && page->bound) unbind(*page, lock);

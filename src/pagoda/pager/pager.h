@@ -56,6 +56,9 @@ class Pager {
   Pager& operator=(const Pager&) = delete;
   /// Waits for fetches under way. Pages still bound are unbound.
   ~Pager();
+  /// The same, before what fetches need goes: drops those that have not begun. Nobody touches a
+  /// page from now on.
+  void stop_fetching() noexcept;
 
   /// Keeps a page resident and bound until release_pin(): for code that reads raw pointers.
   void hold(Page& page, device::Stream* consumer);
