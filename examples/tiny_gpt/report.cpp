@@ -131,7 +131,7 @@ std::string closing(const pagoda::engine::Stats& stats, std::int64_t parameters,
                     const std::vector<float>& losses, std::int64_t compared) {
   const double bytes = 4.0 * static_cast<double>(parameters);
   const auto device = static_cast<double>(stats.tiers[0].limit);
-  const auto some = static_cast<std::ptrdiff_t>(std::min<std::size_t>(10, losses.size()));
+  const auto some = static_cast<std::ptrdiff_t>(std::clamp<std::size_t>(losses.size() / 4, 1, 10));
   const std::string equal = fmt::format(
       ", and the first {} of them gave exactly the same numbers, bit for bit, as with everything "
       "in "
