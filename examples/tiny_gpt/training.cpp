@@ -30,9 +30,8 @@ Training::Training(const pagoda::Config& config, const Flags& flags, const Text&
   const int cores = static_cast<int>(std::thread::hardware_concurrency());
   at::set_num_threads(flags.threads > 0 ? flags.threads : std::max(1, cores / 2));
   torch::manual_seed(flags.seed);
-  model_ = plainly([&] {
-    return engine_.build([&] { return Gpt(GptOptions{.sequence = flags.sequence}); });
-  });
+  model_ = plainly(
+      [&] { return engine_.build([&] { return Gpt(GptOptions{.sequence = flags.sequence}); }); });
   engine_.attach(*model_, pagoda::AdamW{.lr = flags.lr});
   device_ = model_->parameters().front().device();
 }
