@@ -3,6 +3,7 @@
 // changed but where the bytes are.
 #include <algorithm>
 #include <cstdio>
+#include <cstdlib>
 #include <exception>
 #include <string>
 #include <vector>
@@ -13,6 +14,7 @@
 #include "interrupt.h"
 #include "pace.h"
 #include "pagoda/base/error.h"
+#include "pagoda/base/log.h"
 #include "placement.h"
 #include "progress.h"
 #include "report.h"
@@ -76,6 +78,7 @@ void demo(const Flags& flags) {
 
 int main(int argc, char** argv) {
   tiny_gpt::watch_for_interrupts();
+  if (std::getenv("PAGODA_LOG") == nullptr) pagoda::log::set_level(pagoda::log::Level::Off);
   try {
     if (const auto flags = tiny_gpt::parse_flags(argc, argv)) tiny_gpt::demo(*flags);
   } catch (const pagoda::UserError& error) {

@@ -99,9 +99,8 @@ std::string what_overlapped(const pagoda::engine::Stats& stats, double in_step) 
   const double updating = seconds(stats.updates.busy + stats.updates.waited_io);
   row("updates", fmt::format("{:.1f} s, of which operators waited for {:.1f} s: {:.0f} % hidden",
                              updating, seconds(pager.update_stall), 100 * stats.hidden_updates()));
-  row("gradients off the device", fmt::format("{}, of which backward waited for {:.1f} s",
-                                              format_bytes(stats.gradients.device_to_host),
-                                              seconds(stats.gradients.push_stall)));
+  row("gradients", fmt::format("{} handed over, for which backward waited {:.1f} s",
+                               stats.gradients.contributions, seconds(stats.gradients.push_stall)));
   row("in step(), nothing computed", fmt::format("{:.1f} s", in_step));
   row("from disk, to disk",
       fmt::format("{}, {}", format_bytes(pager.nvme_to_host + stats.updates.nvme_read),
@@ -131,7 +130,7 @@ std::string closing(const pagoda::engine::Stats& stats, std::int64_t parameters,
                     const std::vector<float>& losses, std::int64_t compared) {
   const double bytes = 4.0 * static_cast<double>(parameters);
   const auto device = static_cast<double>(stats.tiers[0].limit);
-  const auto some = static_cast<std::ptrdiff_t>(std::min<std::size_t>(10, losses.size()));
+  const auto some = static_cast<std::ptrdiff_t>(std::clamp<std::size_t>(losses.size() / 4, 1, 10));
   const std::string equal = fmt::format(
       ", and the first {} of them gave exactly the same numbers, bit for bit, as with everything "
       "in "

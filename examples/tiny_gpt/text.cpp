@@ -123,10 +123,12 @@ std::string printable(const std::string& text) {
 std::string indented(const std::string& text) {
   std::string out;
   for (std::size_t begin = 0; begin < text.size();) {
+    constexpr std::size_t kLetters = 77;
     const std::size_t end = std::min(text.find('\n', begin), text.size());
-    if (end > begin) out += "  " + text.substr(begin, end - begin);
+    const std::size_t cut = std::min(end, begin + kLetters);
+    if (cut > begin) out += "  " + text.substr(begin, cut - begin);
     out += '\n';
-    begin = end + 1;
+    begin = cut + (cut == end ? 1 : 0);
   }
   return out;
 }

@@ -53,7 +53,7 @@ class Text {
 
 /// The text with what a terminal would act on (escapes, lone bytes of UTF-8) shown as '?'.
 std::string printable(const std::string& text);
-/// Every line moved two columns to the right.
+/// Every line moved two columns to the right, and cut where it would pass column 79.
 std::string indented(const std::string& text);
 
 }  // namespace tiny_gpt

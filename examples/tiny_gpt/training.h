@@ -30,6 +30,8 @@ class Training {
   pagoda::Engine& engine() noexcept { return engine_; }
 
  private:
+  template <class Fn>
+  auto plainly(const Fn& fn);
   at::Tensor tensor(const std::vector<std::int64_t>& values) const;
 
   const Flags& flags_;

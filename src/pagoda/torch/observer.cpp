@@ -32,6 +32,8 @@ std::atomic<bool> counting{false};
 std::atomic<std::uint64_t> operators_seen{0};
 std::atomic<std::uint64_t> operators_touching{0};
 
+thread_local bool touching = false;  // this thread brings an operator's pages in
+
 /// What an operator holds between its start and its end, with one engine.
 struct Held {
   pager::Pager* pager = nullptr;
@@ -150,19 +152,27 @@ std::unique_ptr<at::ObserverContext> operator_starts(const at::RecordFunction& f
   if (counting.load(std::memory_order_relaxed)) {
     operators_seen.fetch_add(1, std::memory_order_relaxed);
   }
+  // What a touch does is not observed. Not a RecordFunctionGuard: every change of that rebuilds
+  // torch's list of callbacks, which costs more than the touch.
+  if (touching) return nullptr;
   BirthScope::operator_starts();  // what was made by the last operator may have become a parameter
   if (StorageTable::instance().empty() || in_child.load(std::memory_order_relaxed)) return nullptr;
   const auto inputs = function.inputs();
   if (!touches_pages(inputs)) return nullptr;
   const OperatorTraits& traits = operator_traits(function);
+<<<<<<< HEAD
   if (traits.needs_no_data && !(traits.reads_pointers_on_gpu && touches_a_gpu(inputs))) {
     return nullptr;
   }
   const at::RecordFunctionGuard no_recursion(false);
+=======
+  if (traits.needs_no_data) return nullptr;
+>>>>>>> demo
   auto context = std::make_unique<OperatorContext>();
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     look(inputs[i], traits.writes_argument(i), context->held);
   }
+  touching = true;
   for (std::size_t i = 0; i < context->held.size(); ++i) {
     Held& held = context->held[i];
     try {
@@ -175,6 +185,7 @@ std::unique_ptr<at::ObserverContext> operator_starts(const at::RecordFunction& f
       break;
     }
   }
+  touching = false;
   if (counting.load(std::memory_order_relaxed)) {
     operators_touching.fetch_add(1, std::memory_order_relaxed);
   }
