@@ -5,36 +5,31 @@ cd "$(dirname "$0")"
 
 usage() {
   cat <<'TEXT'
-./demo.sh [--dir DIR]
+./demo.sh [--dir DIR] [FLAG…]
 
-Sets up and builds if need be, then runs what exists of Pagoda on this machine, each figure beside
-the machine's own limit, measured in the same run: the swap path to disk, and the optimizer kernels.
-It takes about two minutes, two GiB of disk in DIR (default: the build folder) and leaves nothing.
+Sets up and builds what it needs, then trains a small GPT for two minutes on text that this machine
+has, with its parameters, gradients and optimizer state on disk in DIR (default: the build folder) and
+less memory for them than a quarter of its parameters. Then it repeats the first steps in memory, shows
+that the numbers are the same, where each byte lived and what overlapped, and lets the model write.
+It takes 200 MB of disk and leaves nothing.
+
+Other flags go to the program: './demo.sh --steps 20' for a short one, 'build/bin/tiny_gpt --help' for all.
 TEXT
 }
 
-directory=build
+directory=build flags=()
 while (( $# )); do
   case $1 in
     --dir) [[ $# -ge 2 ]] || { echo 'demo.sh: --dir needs a directory' >&2; exit 2; }
            directory=$2; shift 2 ;;
+    --dir=*) directory=${1#--dir=}; shift ;;
     -h|--help) usage; exit 0 ;;
-    *) printf 'demo.sh: unknown flag %s\n\n' "$1" >&2; usage >&2; exit 2 ;;
+    *) flags+=("$1"); shift ;;
   esac
 done
-
-scripts/bootstrap.sh release
-[[ -d $directory && -w $directory ]] ||
+# Before the set-up, which may take minutes. The build folder need not be there yet.
+[[ $directory == build || ( -d $directory && -w $directory ) ]] ||
   { printf "demo.sh: '%s' is not a directory that can be written\n" "$directory" >&2; exit 2; }
 
-printf '\nPagoda moves model states between the accelerator, host memory and disk, and updates them\n'
-printf 'on the way. These are the two parts that decide how fast that can be.\n\n'
-build/bin/pagoda bench io --dir "$directory" --size 2GiB
-echo
-build/bin/pagoda bench adam --rounds 5
-cat <<'TEXT'
-
-The first table is the way to disk: every byte was written to a private file, read back and, where
-it says so, checked. The second is the AdamW step that runs on the host cores. A ratio near 100 %
-means that the machine, not Pagoda, is the limit.
-TEXT
+scripts/bootstrap.sh release:tiny_gpt
+exec build/bin/tiny_gpt --dir "$directory" ${flags[@]+"${flags[@]}"}

@@ -17,5 +17,7 @@ void add_bench_device(CLI::App& bench);
 void add_bench_io(CLI::App& bench);
 /// `pagoda bench adam`: the optimizer kernels beside the machine's memory bandwidth.
 void add_bench_adam(CLI::App& bench);
+/// `pagoda bench pager`: the engine beside what paging could cost at best.
+void add_bench_pager(CLI::App& bench);
 
 }  // namespace pagoda::cli

@@ -60,6 +60,7 @@ int main(int argc, char** argv) {
   pagoda::cli::add_bench_device(*bench);
   pagoda::cli::add_bench_io(*bench);
   pagoda::cli::add_bench_adam(*bench);
+  pagoda::cli::add_bench_pager(*bench);
 
   try {
     app.parse(argc, argv);

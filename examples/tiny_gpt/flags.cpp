@@ -13,11 +13,16 @@
 namespace tiny_gpt {
 namespace {
 
-void add_bytes(CLI::App& app, const char* flag, std::optional<pagoda::Bytes>& to,
-               const char* what) {
+void add_bytes(CLI::App& app, const char* flag, pagoda::Bytes& to, const char* what) {
   app.add_option_function<std::string>(
-         flag, [&to](const std::string& text) { to = pagoda::parse_bytes(text); }, what)
-      ->type_name("BYTES");
+         flag,
+         [&to, flag](const std::string& text) {
+           to = pagoda::parse_bytes(text);
+           if (to == 0) throw pagoda::UserError(fmt::format("{}: must be above 0", flag));
+         },
+         what)
+      ->type_name("BYTES")
+      ->default_str(pagoda::format_bytes(to));
 }
 
 void check_directory(const std::filesystem::path& directory) {
@@ -35,7 +40,11 @@ void check_directory(const std::filesystem::path& directory) {
 
 std::optional<Flags> parse_flags(int argc, const char* const* argv) {
   Flags flags;
-  CLI::App app{"Trains a small GPT on text that this machine has, then lets it write."};
+  CLI::App app{
+      "Trains a small GPT on text that this machine has, with all of it on disk and little of it "
+      "in\n"
+      "memory at a time, shows that the numbers are those of training in memory, and lets it "
+      "write."};
   app.name("tiny_gpt");
   // Without their descriptions: the help names the types alone.
   const auto range = [](auto low, auto high) { return CLI::Range(low, high).description(""); };
@@ -58,11 +67,22 @@ std::optional<Flags> parse_flags(int argc, const char* const* argv) {
   app.add_option("--dir", flags.directory, "Directory of the swap files")
       ->type_name("DIR")
       ->capture_default_str();
-  add_bytes(app, "--device-budget", flags.device_budget, "Device memory for pages, as in 64MiB");
-  add_bytes(app, "--host-budget", flags.host_budget, "Host memory for pages, as in 1GiB");
+  app.add_option("--threads", flags.threads,
+                 "Threads that compute; default: half of the cores, the engine has the others")
+      ->check(range(1, 1024));
+  app.add_option("--device", flags.device, "Where operators run: cpu, cuda or emulated")
+      ->capture_default_str();
+  add_bytes(app, "--device-budget", flags.device_budget,
+            "Device memory for parameters and gradients");
+  add_bytes(app, "--host-budget", flags.host_budget, "Host memory for buffers on the way to disk");
+  add_bytes(app, "--disk-budget", flags.disk_budget, "Disk for all that the model is made of");
   app.add_option("--text", flags.text, "File or folder to learn; default: what the system has")
       ->type_name("PATH");
   app.add_option("--sample", flags.sample, "Bytes to write after training; 0 for none")
+      ->check(range(std::int64_t{0}, std::int64_t{1} << 20))
+      ->capture_default_str();
+  app.add_option("--repeat", flags.repeat,
+                 "First steps to repeat with everything on the device; 0 for none")
       ->check(range(std::int64_t{0}, std::int64_t{1} << 20))
       ->capture_default_str();
   try {

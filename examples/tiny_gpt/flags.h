@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <optional>
+#include <string>
 
 #include "pagoda/base/bytes.h"
 
@@ -18,9 +19,14 @@ struct Flags {
   double lr = 3e-4;
   std::uint64_t seed = 1;
   std::filesystem::path directory = ".";  ///< of the swap files
-  std::optional<pagoda::Bytes> device_budget = {}, host_budget = {};
+  int threads = 0;                        ///< of torch; 0: half of the machine's cores
+  std::string device = "cpu";             ///< where operators run
+  pagoda::Bytes device_budget = pagoda::Bytes{10} << 20;  ///< for pages and gradients on their way
+  pagoda::Bytes host_budget = pagoda::Bytes{32} << 20;    ///< for buffers between device and disk
+  pagoda::Bytes disk_budget = pagoda::Bytes{192} << 20;
   std::filesystem::path text = {};  ///< empty: the usual places
-  std::int64_t sample = 200;        ///< bytes to write at the end
+  std::int64_t sample = 300;        ///< bytes to write at the end
+  std::int64_t repeat = 5;          ///< first steps to repeat with everything on the device
 };
 
 /// Reads the command line. Throws UserError, whose message is one line, for flags or values that

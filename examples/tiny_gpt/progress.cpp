@@ -42,6 +42,21 @@ std::string status_line(const Status& status) {
   return line + "  " + duration(status.seconds_left) + " left";
 }
 
+std::string short_status_line(const Status& status) {
+  std::string line = fmt::format("step {}", status.step);
+  if (status.steps > 0) line += fmt::format("/{}", status.steps);
+  line += fmt::format("  loss {:.3f}  {:.0f} tok/s", status.loss, status.tokens_per_second);
+  if (status.stall) line += fmt::format("  stall {:.0f} %", 100 * *status.stall);
+  std::string tiers;
+  const auto tier = [&](const char* name, const std::optional<pagoda::Bytes>& bytes) {
+    if (bytes) tiers += fmt::format(" {} {}M", name, (*bytes + (1U << 19)) >> 20);
+  };
+  tier("dev", status.device);
+  tier("host", status.host);
+  tier("nvme", status.nvme);
+  return line + (tiers.empty() ? "" : " ") + tiers + "  " + duration(status.seconds_left);
+}
+
 std::string fit(std::string_view line, std::size_t columns) {
   const auto starts = [](char c) { return (static_cast<unsigned char>(c) & 0xC0U) != 0x80U; };
   std::size_t seen = 0, cut = 0;
@@ -80,8 +95,10 @@ void Progress::show(const Status& status) {
 void Progress::draw(const Status& status) {
   if (terminal_) {
     // One column less: a line that fills the last one wraps on some terminals.
-    const std::size_t columns = columns_of(out_);
-    fmt::print(out_, "\r{}{}", fit(status_line(status), columns - 1), kClearToEnd);
+    const std::size_t columns = columns_of(out_) - 1;
+    std::string line = status_line(status);
+    if (line.size() > columns) line = short_status_line(status);
+    fmt::print(out_, "\r{}{}", fit(line, columns), kClearToEnd);
   } else {
     fmt::print(out_, "{}\n", status_line(status));
   }

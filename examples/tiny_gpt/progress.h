@@ -25,6 +25,8 @@ struct Status {
 
 /// One line for people: "step 12/200  loss 2.3456  1234 tok/s  stall 1.2 %  …  1:05 left".
 std::string status_line(const Status& status);
+/// The same in fewer letters, for narrow terminals.
+std::string short_status_line(const Status& status);
 
 /// The line cut to so many columns, with an ellipsis where something is missing. A character of
 /// UTF-8 is one column and is never cut in two.

@@ -86,11 +86,14 @@ void Text::add_file(const fs::path& file, std::size_t limit) {
   ++files_;
 }
 
+void Text::require_length(std::size_t sequence) const {
+  if (bytes_.size() > sequence) return;
+  throw pagoda::UserError(fmt::format("the text has {}: too short for a sequence of {}",
+                                      pagoda::format_bytes(bytes_.size()), sequence));
+}
+
 Batch Text::batch(std::size_t sequences, std::size_t length, std::uint64_t seed) const {
-  if (bytes_.size() <= length) {
-    throw pagoda::UserError(fmt::format("the text has {}: too short for a sequence of {}",
-                                        pagoda::format_bytes(bytes_.size()), length));
-  }
+  require_length(length);
   Batch out{sequences, length, {}, {}};
   out.inputs.reserve(sequences * length);
   out.targets.reserve(sequences * length);
@@ -113,6 +116,19 @@ std::string printable(const std::string& text) {
   for (const char c : text) {
     const bool plain = (c >= ' ' && c <= '~') || c == '\n' || c == '\t';
     out += plain ? c : '?';
+  }
+  return out;
+}
+
+std::string indented(const std::string& text) {
+  std::string out;
+  for (std::size_t begin = 0; begin < text.size();) {
+    constexpr std::size_t kLetters = 77;
+    const std::size_t end = std::min(text.find('\n', begin), text.size());
+    const std::size_t cut = std::min(end, begin + kLetters);
+    if (cut > begin) out += "  " + text.substr(begin, cut - begin);
+    out += '\n';
+    begin = cut + (cut == end ? 1 : 0);
   }
   return out;
 }

@@ -33,8 +33,10 @@ class Text {
   /// One file, or all files under a folder. Throws UserError when there is none.
   static Text load(const std::filesystem::path& place, pagoda::Bytes limit);
 
-  /// Random places of the text; which ones follows from the seed alone. Throws UserError when the
-  /// text is shorter than one sequence and its target.
+  /// Throws UserError when the text is shorter than one sequence and its target.
+  void require_length(std::size_t sequence) const;
+
+  /// Random places of the text; which ones follows from the seed alone. As require_length().
   Batch batch(std::size_t sequences, std::size_t length, std::uint64_t seed) const;
 
   const std::string& bytes() const noexcept { return bytes_; }
@@ -51,5 +53,7 @@ class Text {
 
 /// The text with what a terminal would act on (escapes, lone bytes of UTF-8) shown as '?'.
 std::string printable(const std::string& text);
+/// Every line moved two columns to the right, and cut where it would pass column 79.
+std::string indented(const std::string& text);
 
 }  // namespace tiny_gpt

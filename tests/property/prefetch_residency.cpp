@@ -195,21 +195,24 @@ TEST(PrefetchResidency, RoomIsNeverMadeByWhatIsNeededSooner) {
 
 /// One link with latency and bandwidth, on a simulated clock: the seconds a program of operators
 /// waits for pages in its last passes, and how much of the time operators take that is.
-double waiting_share(double fetch_over_operator) {
-  constexpr PageId kPages = 60;
+/// With `pauses`, the schedule is not asked while it says that there is nothing to fetch.
+double waiting_share(double fetch_over_operator, PageId pages = 60, bool pauses = false) {
   constexpr Nanos kOperator = 1'000'000;
   const auto fetch_time = static_cast<Nanos>(fetch_over_operator * kOperator);
   const Bytes bytes = 1'000'000;
-  Cache cache(std::vector<Bytes>(kPages, bytes), 20 * bytes);
+  Cache cache(std::vector<Bytes>(pages, bytes), pages / 3 * bytes);
   Predictor predictor;
   FetchRate rate;
   const Schedule schedule(predictor, cache, rate);
   Nanos now = 0;
   Nanos link_free = 0;
-  std::vector<Nanos> arrives(kPages, 0);
+  std::vector<Nanos> arrives(pages, 0);
+  Schedule::Pause pause;
+  std::uint64_t surprises = 0;
   const auto fetch = [&](PageId page) {
     while (cache.free() < bytes) cache.evict(schedule.choose_victim().value());
     cache.fetch(page);
+    pause = {};
     arrives[page] = link_free = std::max(now, link_free) + fetch_time;
     rate.add(bytes, static_cast<double>(fetch_time) * 1e-9);
   };
@@ -221,8 +224,15 @@ double waiting_share(double fetch_over_operator) {
     if (!cache.has(page)) fetch(page);
     // The pager starts what is due while it waits, but keeps few requests with the link.
     while (link_free < now + 3 * fetch_time) {
-      const auto next = schedule.next_fetch();
-      if (!next) break;
+      const bool quiet = pauses && surprises == predictor.surprises() &&
+                         predictor.position() < pause.touches && now < pause.time;
+      if (quiet) break;
+      const auto next = schedule.next_fetch(&pause);
+      if (!next) {
+        pause = {predictor.position() + pause.touches, now + pause.time};
+        surprises = predictor.surprises();
+        break;
+      }
       fetch(*next);
     }
     const Nanos wait = std::max<Nanos>(0, arrives[page] - now);
@@ -233,10 +243,19 @@ double waiting_share(double fetch_over_operator) {
   };
   for (int pass = 0; pass < 12; ++pass) {
     if (pass == 4) waited = worked = 0;
-    for (PageId page = 0; page < kPages; ++page) touch(page, 1);
-    for (PageId page = kPages; page-- > 0;) touch(page, 3);
+    for (PageId page = 0; page < pages; ++page) touch(page, 1);
+    for (PageId page = pages; page-- > 0;) touch(page, 3);
   }
   return static_cast<double>(waited) / static_cast<double>(worked);
+}
+
+TEST(PrefetchResidency, NothingIsLateForPauses) {
+  for (const PageId pages : {12U, 60U, 240U}) {
+    EXPECT_EQ(waiting_share(0.1, pages, true), 0.0) << pages;
+    EXPECT_EQ(waiting_share(0.5, pages, true), 0.0) << pages;
+    EXPECT_EQ(waiting_share(0.9, pages, true), 0.0) << pages;
+    EXPECT_LE(waiting_share(3.0, pages, true), waiting_share(3.0, pages) + 0.01) << pages;
+  }
 }
 
 TEST(PrefetchResidency, AFastLinkIsNeverWaitedFor) {

@@ -19,7 +19,8 @@ def test_version_names_torch(pagoda) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["bench", "--help"], ["bench", "base", "--help"],
-                                       ["bench", "device", "--help"], ["bench", "io", "--help"], ["bench", "adam", "--help"]])
+                                       ["bench", "device", "--help"], ["bench", "io", "--help"],
+                                       ["bench", "adam", "--help"], ["bench", "pager", "--help"]])
 def test_help_reads_well(pagoda, arguments: list[str]) -> None:
     result = pagoda(*arguments)
     assert result.returncode == 0
@@ -36,6 +37,7 @@ def test_help_reads_well(pagoda, arguments: list[str]) -> None:
     (["bench", "adam", "--params", "many"], "many"),
     (["bench", "io", "--dir", "/no/such/directory"], "/no/such/directory"),
     (["bench", "io", "--size", "8 parsecs"], "8 parsecs"),
+    (["bench", "pager", "--only", "nonsense"], "nonsense"),
     (["--log", "loud", "bench", "base"], "loud"),
 ])
 def test_a_mistake_gets_one_clear_line_and_code_2(pagoda, arguments: list[str], word: str) -> None:
@@ -83,6 +85,14 @@ def test_bench_io_prints_rows_and_leaves_nothing(pagoda, tmp_path: Path) -> None
     assert result.returncode == 0, result.stderr
     assert len(rows_of(result.stdout)) >= 6
     assert list(tmp_path.iterdir()) == []
+
+
+def test_bench_pager_prints_rows(pagoda) -> None:
+    result = pagoda("bench", "pager", "--pages", "200", "--steps", "2", "--json")
+    assert result.returncode == 0, result.stderr
+    rows = {row["name"]: row for row in rows_of(result.stdout)}
+    assert {"observer cost", "prefetch hit rate", "paged step", "bookkeeping per page"} <= set(rows)
+    assert rows["prefetch hit rate"]["value"] > 0.9
 
 
 def test_table_and_json_tell_the_same(pagoda) -> None:

@@ -2,14 +2,17 @@
 #include "torch/paged_loop.h"
 
 #include <bit>
+#include <cstdlib>
 #include <exception>
 #include <set>
 #include <thread>
 
+#include <ATen/Context.h>
 #include <torch/nn/module.h>
 
 #include "pagoda/base/error.h"
 #include "pagoda/comm/thread_world.h"
+#include "pagoda/torch/cuda_library.h"
 #include "pagoda/torch/engine.h"
 #include "torch/specimen.h"
 
@@ -131,6 +134,18 @@ PagedTrained paged_loop(const Options& options, const Training& training,
                         const pagoda::Config& config, Backward backward) {
   return paged_loop(options, training, config, pagoda::comm::make_thread_worlds(training.ranks),
                     backward);
+}
+
+void use_cuda() {
+  pagoda::torch::load_cuda();
+  // cuBLAS may split sums differently from call to call without a workspace of fixed size.
+  setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8", 1);
+  at::globalContext().setDeterministicAlgorithms(true, /*warn_only=*/true);
+  // The fused kernels of attention add up in any order.
+  at::globalContext().setDeterministicCuDNN(true);
+  at::globalContext().setSDPUseFlash(false);
+  at::globalContext().setSDPUseMemEfficient(false);
+  at::globalContext().setSDPUseCuDNN(false);
 }
 
 ModelBytes model_bytes(const Options& options) {

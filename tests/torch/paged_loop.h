@@ -30,6 +30,9 @@ PagedTrained paged_loop(const Options& options, const Training& training,
 PagedTrained paged_loop(const Options& options, const Training& training,
                         const pagoda::Config& config, Backward backward = Backward::Engine);
 
+/// Makes the "cuda" device of Options known to torch; repeatable results from then on.
+void use_cuda();
+
 /// Bytes of all parameters of a new model, and of the largest one's storage.
 struct ModelBytes {
   pagoda::Bytes all = 0;

@@ -178,9 +178,11 @@ Trained plain_loop(::torch::nn::Module& module, const Training& training,
     for (State& state : states) state.used = false;
     for (int micro = 0; micro < training.micro_batches; ++micro) {
       for (int rank = 0; rank < training.ranks; ++rank) {
-        const at::Tensor value = loss(module, batch_seed(training.data_seed, rank, step, micro));
-        losses.push_back(std::bit_cast<std::uint32_t>(value.item<float>()));
-        (training.loss_scale ? value * scale : value).backward();
+        if (!training.has_batch || training.has_batch(rank, step, micro)) {
+          const at::Tensor value = loss(module, batch_seed(training.data_seed, rank, step, micro));
+          losses.push_back(std::bit_cast<std::uint32_t>(value.item<float>()));
+          (training.loss_scale ? value * scale : value).backward();
+        }
         add_rank(states, rank == 0);
       }
       for (State& state : states) accumulate(state, training.ranks);

@@ -36,6 +36,9 @@ struct Training {
   std::optional<LossScale> loss_scale = {};
   std::uint64_t data_seed = 1;    ///< of batch_seed()
   std::uint64_t update_seed = 1;  ///< of update_seed()
+  /// Whether a rank has this micro-batch: empty for always. One without adds zeros, and no loss.
+  /// For plain_loop() only.
+  std::function<bool(int rank, int step, int micro)> has_batch = {};
 };
 
 struct Trained {

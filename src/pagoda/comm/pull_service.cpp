@@ -100,12 +100,12 @@ void PullService::listen() {
       job.tag = static_cast<Tag>(ask.tag);
       enqueue(job);
     }
-  } catch (const GroupAborted&) {  // whoever aborted has said why
   } catch (const std::exception& error) {
+    if (stop_.stop_requested()) return;  // whoever ended it has said why
     const std::string reason = fmt::format("the pull service stopped: {}", error.what());
     log::error("comm", "the pull service stopped", {{"error", error.what()}});
+    if (options_.on_failure) options_.on_failure(reason);  // may know a better reason, and abort
     abort(reason);
-    if (options_.on_failure) options_.on_failure(reason);
   }
 }
 

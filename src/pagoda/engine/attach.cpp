@@ -44,17 +44,25 @@ std::string enough(const Room& room, Bytes missing) {
 }
 
 /// Fills the tiers from the top, as allocation will; throws where something stays over.
-void fit(const std::vector<Need>& needs, const Room& host, const Room& nvme, bool has_nvme) {
+void fit(const std::vector<Need>& needs, const Room& device, const Room& host, const Room& nvme,
+         bool has_nvme) {
+  Bytes device_free = device.free;
   Bytes host_free = host.free;
   Bytes nvme_free = nvme.free;
   std::string list;
+  Bytes missing_device = 0;
   Bytes missing = 0;
   bool host_helps = false;
   for (const Need& need : needs) {
     list += fmt::format("{}{} {} ({})", list.empty() ? "" : ", ", need.state,
                         format_bytes(need.bytes), pager::name(need.placement));
-    if (need.placement == PagerPlacement::Device) continue;
     Bytes rest = need.bytes;
+    if (need.placement == PagerPlacement::Device) {
+      const Bytes here = std::min(rest, device_free);
+      device_free -= here;
+      missing_device += rest - here;
+      continue;
+    }
     if (need.placement != PagerPlacement::Nvme) {
       const Bytes here = std::min(rest, host_free);
       host_free -= here;
@@ -67,18 +75,23 @@ void fit(const std::vector<Need>& needs, const Room& host, const Room& nvme, boo
     missing += rest;
     host_helps = host_helps || (rest > 0 && need.placement != PagerPlacement::Nvme);
   }
-  if (missing == 0) return;
+  if (missing_device == 0 && missing == 0) return;
   std::string help;
-  if (has_nvme) help = fmt::format("raise nvme_budget to {}", enough(nvme, missing));
-  if (host_helps) {
-    help +=
-        fmt::format("{}raise host_budget to {}", help.empty() ? "" : " or ", enough(host, missing));
+  if (missing_device > 0) {
+    help = fmt::format("raise device_budget to {} or place some of them on the host",
+                       enough(device, missing_device));
+    if (missing > 0) help += "; ";
   }
-  if (!has_nvme) help += " or set nvme to a directory";
-  throw UserError(
-      fmt::format("the model's states do not fit: {}; free are {} on the host{}; {}", list,
-                  format_bytes(host.free),
-                  has_nvme ? fmt::format(" and {} on NVMe", format_bytes(nvme.free)) : "", help));
+  if (has_nvme && missing > 0)
+    help += fmt::format("raise nvme_budget to {}", enough(nvme, missing));
+  if (host_helps) {
+    help += fmt::format("{}raise host_budget to {}", has_nvme ? " or " : "", enough(host, missing));
+  }
+  if (!has_nvme && missing > 0) help += " or set nvme to a directory";
+  throw UserError(fmt::format(
+      "the model's states do not fit: {}; free are {} on the device, {} on the host{}; {}", list,
+      format_bytes(device.free), format_bytes(host.free),
+      has_nvme ? fmt::format(" and {} on NVMe", format_bytes(nvme.free)) : "", help));
 }
 
 }  // namespace
@@ -105,12 +118,15 @@ void Runtime::attach(const std::vector<Page*>& pages, std::vector<TrainedSpec> s
       trained_.push_back(std::move(page));
     }
     pages_ = pages;
-    set_attached(true);
     std::vector<TrainedPage*> order;  // gradients come last parameter first, until more is known
     for (auto page = trained_.rbegin(); page != trained_.rend(); ++page) {
       order.push_back(page->get());
     }
     reducer_->set_order(std::move(order));  // takes its buffers before states fill the host
+    {
+      const auto lock = pager_->lock();
+      for (Page* page : pages_) page->attached = true;
+    }
     check_fit(pages);
     if (!alone()) check_equal_on_all_ranks(pages);
     place(pages);
@@ -125,31 +141,29 @@ void Runtime::attach(const std::vector<Page*>& pages, std::vector<TrainedSpec> s
       updater_->add(*page, rule);
     }
     if (!alone()) control_->barrier();  // from here on others may pull
-  } catch (...) {
-    reducer_->set_order({});
-    for (const auto& page : trained_) updater_->remove(*page);
-    trained_.clear();
-    set_attached(false);
-    pages_.clear();
+  } catch (const UserError&) {
+    forget_trained();
     if (!alone()) fail(std::current_exception());  // the others wait for this rank
     throw;
+  } catch (...) {
+    forget_trained();
+    fail_and_throw();
   }
+}
+
+void Runtime::forget_trained() {
+  reducer_->set_order({});
+  for (const auto& page : trained_) updater_->remove(*page);
+  trained_.clear();
+  const auto lock = pager_->lock();
+  for (Page* page : pages_) page->attached = false;
+  pages_.clear();
 }
 
 void Runtime::detach() {
   settle();
   reducer_->set_order({});
-  for (const auto& page : trained_) updater_->remove(*page);
-  trained_.clear();
-  set_attached(false);
-  pages_.clear();
-}
-
-/// Gradients and updates refer to the pages of a model, which live as long, whatever user code
-/// drops.
-void Runtime::set_attached(bool attached) {
-  const auto lock = pager_->lock();
-  for (Page* page : pages_) page->attached = attached;
+  forget_trained();
 }
 
 /// Law 2: a plan that cannot fit fails before step 1 and says what would make it fit.
@@ -190,7 +204,7 @@ void Runtime::check_fit(const std::vector<Page*>& pages) {
         "device_budget",
         largest->name, format_bytes(largest->bytes()), format_bytes(arena.capacity)));
   }
-  fit({parameters, gradients, states},
+  fit({parameters, gradients, states}, {tiers_->budget(Tier::Device).limit(), arena.capacity},
       {tiers_->budget(Tier::Host).limit(), tiers_->budget(Tier::Host).available() + held},
       {tiers_->budget(Tier::Nvme).limit(), tiers_->budget(Tier::Nvme).available() + held_nvme},
       tiers_->swap() != nullptr);

@@ -38,9 +38,11 @@ Bytes free_space(const std::vector<std::string>& directories) {
 }  // namespace
 
 std::shared_ptr<device::Device> make_device(const Config& config) {
+  if (config.made_device != nullptr) return config.made_device;
   if (config.device == "emulated") {
     device::emulated::Options options;
-    options.checker = checker(config);
+    if (config.emulated != nullptr) options = *config.emulated;
+    if (config.emulated == nullptr || config.check_order) options.checker = checker(config);
     return device::emulated::make_device(options);
   }
   if (config.device == "cpu" || (config.device == "auto" && device::cuda::device_count() == 0)) {

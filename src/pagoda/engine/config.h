@@ -13,9 +13,16 @@
 #include "pagoda/engine/choices.h"
 #include "pagoda/io/engine.h"
 #include "pagoda/io/swap_file.h"
+#include "pagoda/pager/dropped_wait.h"
 
+namespace pagoda::device {
+class Device;
+}
 namespace pagoda::io {
 class FaultPlan;
+}
+namespace pagoda::device::emulated {
+struct Options;
 }
 
 namespace pagoda {
@@ -81,6 +88,12 @@ struct Config {
 
   /// For tests: what shall go wrong below the swap space. Not a key.
   std::shared_ptr<io::FaultPlan> faults;
+  /// For tests and benches: the device itself, in place of the one that `device` names. Not a key.
+  std::shared_ptr<device::Device> made_device;
+  /// For tests: what an emulated device is like. Not a key; null: as fast as this machine.
+  std::shared_ptr<const device::emulated::Options> emulated;
+  /// For tests: a wait to be left out. Not a key.
+  pager::DroppedWait dropped_wait = pager::DroppedWait::None;
 
   /// Reads a JSON object. Sizes may be numbers or texts ("8GiB"). What is not named, or null, keeps
   /// its default. An unknown key is an error that names the nearest one. Does not validate().

@@ -112,8 +112,10 @@ void Reducer::plan_buckets(const Lock& /*lock*/) {
     if (sum > options_.bucket) break;
   }
   const Bytes all = std::accumulate(sizes.begin(), sizes.end(), Bytes{0});
-  const Bytes largest =
-      std::min(data, all) + items * static_cast<Bytes>(ranks_) * (flags + kAlignment);
+  // At least a block of elements: run_alone() takes whole blocks at a time.
+  const Bytes largest = std::max<Bytes>(
+      pager::Slicing::kBlock * sizeof(float),
+      std::min(data, all) + items * static_cast<Bytes>(ranks_) * (flags + kAlignment));
   if (largest <= buffer_bytes_) return;
   outgoing_ = {};
   incoming_ = {};
@@ -255,17 +257,19 @@ void Reducer::run() {
     }
   } catch (...) {
     if (!lock.owns_lock()) lock.lock();
-    const bool first = error_ == nullptr;
-    if (first) error_ = std::current_exception();
+    if (error_ == nullptr && options_.on_failure) {
+      // Before those who wait are told: what they do next must find the engine failed.
+      lock.unlock();
+      options_.on_failure(std::current_exception());
+      lock.lock();
+    }
+    if (error_ == nullptr) error_ = std::current_exception();
     for (auto& round : rounds_) {
       for (auto& arrival : round->arrived) {
         if (arrival) release(*arrival, lock);
       }
     }
     changed_.notify_all();
-    const std::exception_ptr error = error_;
-    lock.unlock();
-    if (first && options_.on_failure) options_.on_failure(error);
   }
 }
 

@@ -10,6 +10,7 @@
 #include "pagoda/base/error.h"
 #include "pagoda/base/log.h"
 #include "pagoda/base/trace.h"
+#include "pagoda/device/ordering_checker.h"
 #include "pagoda/engine/backend.h"
 #include "pagoda/io/checksum.h"
 #include "pagoda/kernels/gradient_norm.h"
@@ -90,6 +91,7 @@ Runtime::Runtime(const Config& config, std::shared_ptr<comm::World> world)
   pages.staging = config_.staging;
   pages.rank = world_->rank();
   pages.slicing = {world_->size()};
+  pages.dropped_wait = config_.dropped_wait;
   pager_ = std::make_unique<pager::Pager>(*tiers_, pages);
   oracle_ = std::make_unique<prefetch::Oracle>();
   if (config_.prefetch) pager_->set_foresight(oracle_.get());
@@ -123,9 +125,10 @@ Runtime::Runtime(const Config& config, std::shared_ptr<comm::World> world)
     reduce_group_ = world_->make_group("gradients");
     auto pull_group = world_->make_group("pulls");
     pulls_ = std::make_unique<comm::PullService>(
-        std::move(pull_group), [this](const comm::PullRequest& request, comm::PullReply& reply) {
-          serve(request, reply);
-        });
+        std::move(pull_group),
+        [this](const comm::PullRequest& request, comm::PullReply& reply) { serve(request, reply); },
+        comm::PullService::Options{
+            .on_failure = [this](const std::string& reason) { pulls_ended(reason); }});
     remote_ = std::make_unique<Remote>(*this);
     pager_->set_remote(remote_.get());
     completers_ = std::make_unique<ThreadPool>(2, "complete");
@@ -152,7 +155,18 @@ Runtime::Runtime(const Config& config, std::shared_ptr<comm::World> world)
 Runtime::~Runtime() {
   // Whoever waits is woken, and nobody starts anything; then the threads end, users first.
   const auto ended = std::make_exception_ptr(EngineError("the engine has ended"));
+  {
+    const std::lock_guard lock(error_mutex_);
+    ending_ = true;
+    ended_.notify_all();
+  }
   linger();
+  {
+    // Nobody tells anyone of a failure while those whom it would tell go, one by one.
+    std::unique_lock lock(error_mutex_);
+    closed_ = true;
+    ended_.wait(lock, [&] { return failing_ == 0; });
+  }
   if (watch_ != nullptr) watch_->leave();
   updater_->fail(ended);
   reducer_->fail(ended);
@@ -163,6 +177,8 @@ Runtime::~Runtime() {
   if (pulls_ != nullptr) pulls_->abort("the engine has ended");
   watch_.reset();
   reducer_.reset();
+  updater_->stop();  // before those whom it calls
+  pager_->stop_fetching();
   completers_.reset();
   pulls_.reset();
   updater_.reset();
@@ -190,22 +206,85 @@ void Runtime::linger() noexcept {
 }
 
 void Runtime::check() const {
+  owner_.require("an engine");
   if (!failed()) return;
   const std::lock_guard lock(error_mutex_);
   std::rethrow_exception(error_);
 }
 
+void Runtime::fail_and_throw() {
+  fail(std::current_exception());
+  check();
+  throw;
+}
+
+/// What to say of a failure: where communication with another rank failed, that rank may know more.
+std::exception_ptr Runtime::root_cause(std::exception_ptr error) noexcept {
+  int peer = -1;
+  try {
+    std::rethrow_exception(error);
+  } catch (const comm::PeerLost& lost) {
+    peer = lost.rank();
+  } catch (const comm::GroupAborted&) {  // why is known to somebody else
+  } catch (...) {
+    return error;
+  }
+  try {
+    // A rank says why before it closes anything.
+    std::vector<int> ranks;
+    if (peer >= 0) ranks.push_back(peer);
+    for (int rank = 0; rank < world_->size(); ++rank) {
+      if (rank != world_->rank() && rank != peer) ranks.push_back(rank);
+    }
+    for (const int rank : ranks) {
+      if (const auto why = world_->get(cause_key(rank))) {
+        return std::make_exception_ptr(EngineError(fmt::format("rank {} failed: {}", rank, *why)));
+      }
+    }
+  } catch (const std::exception&) {  // the board is gone, too
+  }
+  return error;
+}
+
+std::string Runtime::cause_key(int rank) const {
+  return fmt::format("engine {} failed {}", number_, rank);
+}
+
+/// This rank can no longer answer the others. If that is because one of them is gone, whoever
+/// notices which one says so; within the time that a silent rank is given.
+void Runtime::pulls_ended(const std::string& reason) {
+  std::unique_lock lock(error_mutex_);
+  ended_.wait_for(lock, std::chrono::duration<double>(config_.timeout + 2 * config_.heartbeat),
+                  [&] { return error_ != nullptr || ending_; });
+  if (error_ != nullptr || ending_) return;
+  lock.unlock();
+  fail(std::make_exception_ptr(
+      EngineError(fmt::format("pages can no longer be served: {}", reason))));
+}
+
 void Runtime::fail(std::exception_ptr error) noexcept {
+  if (failed()) return;
+  if (!alone()) error = root_cause(std::move(error));
   std::string why;
+  log::Level level = log::Level::Error;
   {
     const std::lock_guard lock(error_mutex_);
-    if (error_ != nullptr) return;
+    if (error_ != nullptr || closed_) return;
+    ++failing_;
+    if (ending_) level = log::Level::Debug;  // what was owed is dropped, on every rank
     error_ = error;
     why = message_of(error);
     failed_.store(true, std::memory_order_release);
+    ended_.notify_all();
   }
-  log::error("engine", "stopped by an error", {{"cause", text_of(error)}});
-  if (watch_ != nullptr) watch_->fail(why);
+  log::write(level, "engine", "stopped by an error", {{"cause", text_of(error)}});
+  if (!alone()) {
+    try {
+      world_->put(cause_key(world_->rank()), why);
+      if (watch_ != nullptr) watch_->fail(why);
+    } catch (const std::exception&) {  // the board is gone, and the others know it
+    }
+  }
   pager_->refuse(why);
   updater_->fail(error);
   if (reducer_ != nullptr) reducer_->fail(error);
@@ -213,8 +292,13 @@ void Runtime::fail(std::exception_ptr error) noexcept {
     if (group != nullptr) group->abort(why);
   }
   if (pulls_ != nullptr) pulls_->abort(why);
-  const std::lock_guard lock(completions_mutex_);
-  completed_.notify_all();
+  {
+    const std::lock_guard lock(completions_mutex_);
+    completed_.notify_all();
+  }
+  const std::lock_guard lock(error_mutex_);
+  --failing_;
+  ended_.notify_all();
 }
 
 TrainedPage* Runtime::trained(const Page& page) noexcept {
@@ -240,9 +324,9 @@ void Runtime::finish() {
   check();
   try {
     settle();
+    check_order();
   } catch (...) {
-    fail(std::current_exception());
-    throw;
+    fail_and_throw();
   }
 }
 
@@ -262,6 +346,7 @@ StepResult Runtime::step_together(bool leaving, bool& all_leaving,
   try {
     settle();  // of the last step: nobody reads old versions from here on
     reducer_->finish();
+    check_order();
 
     std::vector<TrainedPage*> pages;
     for (const auto& page : trained_) {
@@ -324,8 +409,7 @@ StepResult Runtime::step_together(bool leaving, bool& all_leaving,
     updater_->start(pages, {factor, groups_});
     return result;
   } catch (...) {
-    fail(std::current_exception());
-    throw;
+    fail_and_throw();
   }
 }
 
@@ -336,6 +420,11 @@ void Runtime::publish_writes(bool any_rank) {
   }
   // Nobody may read a slice of these before everyone has published it.
   if (!alone()) control_->barrier();
+}
+
+/// A violation on a thread that could not throw it is thrown here.
+void Runtime::check_order() const {
+  if (const auto& checker = device_->checker()) checker->check();
 }
 
 /// Every rank's sums of squares, page after page and in the order of the elements.
@@ -403,8 +492,7 @@ double Runtime::grad_norm() {
     }
     return total_norm(gather_squares()) / scale_.scale();
   } catch (...) {
-    fail(std::current_exception());
-    throw;
+    fail_and_throw();
   }
 }
 
@@ -414,8 +502,7 @@ void Runtime::zero_grad() {
     reducer_->finish();
     for (const auto& page : trained_) optim::Gradients::clear(*page);
   } catch (...) {
-    fail(std::current_exception());
-    throw;
+    fail_and_throw();
   }
 }
 

@@ -18,6 +18,7 @@
 #include "pagoda/engine/config.h"
 #include "pagoda/engine/reducer.h"
 #include "pagoda/engine/stats.h"
+#include "pagoda/io/owner_process.h"
 #include "pagoda/optim/gradients.h"
 #include "pagoda/optim/loss_scale.h"
 #include "pagoda/optim/optimizer.h"
@@ -93,7 +94,9 @@ class Runtime {
   /// Elements of the accumulated gradient, wherever they are. All ranks are between two steps.
   void read_gradient(const pager::Page& page, std::span<float> to);
 
-  /// Throws the first error, if there was one.
+  /// Whether this is the process that made it, and not a fork of it: there it may only be leaked.
+  bool here() const noexcept { return owner_.here(); }
+  /// Throws the first error, if there was one; in a forked process, that it belongs to another.
   void check() const;
   bool failed() const noexcept { return failed_.load(std::memory_order_acquire); }
   /// The engine cannot go on: latches the first error, tells everyone who waits and every rank.
@@ -107,11 +110,16 @@ class Runtime {
   void check_fit(const std::vector<pager::Page*>& pages);
   void check_equal_on_all_ranks(const std::vector<pager::Page*>& pages);
   void place(const std::vector<pager::Page*>& pages);
-  void set_attached(bool attached);
+  void forget_trained();
   StepResult step_together(bool leaving, bool& all_leaving,
                            const std::function<void(pager::Page&)>& bumped);
   void settle();
+  void check_order() const;
   void linger() noexcept;
+  [[noreturn]] void fail_and_throw();
+  std::exception_ptr root_cause(std::exception_ptr error) noexcept;
+  std::string cause_key(int rank) const;
+  void pulls_ended(const std::string& reason);
   void publish_writes(bool any_rank);
   std::vector<double> gather_squares();
   double total_norm(const std::vector<double>& squares) const;
@@ -126,6 +134,7 @@ class Runtime {
   bool scales_loss() const noexcept { return config_.loss_scale.kind != LossScale::Kind::None; }
   bool alone() const noexcept { return world_->size() == 1; }
 
+  const io::OwnerProcess owner_;
   Config config_;
   std::shared_ptr<comm::World> world_;
   std::shared_ptr<device::Device> device_;
@@ -162,7 +171,11 @@ class Runtime {
 
   std::atomic<bool> failed_{false};
   mutable std::mutex error_mutex_;
+  std::condition_variable ended_;
   std::exception_ptr error_;  // guarded by error_mutex_
+  bool ending_ = false;       // guarded by error_mutex_: the destructor runs
+  bool closed_ = false;       // guarded by error_mutex_: …and what fails is nobody's concern
+  int failing_ = 0;           // guarded by error_mutex_: calls of fail() that tell the others
 };
 
 }  // namespace pagoda::engine

@@ -84,9 +84,14 @@ void Gradients::add(TrainedPage& page, std::uint64_t begin, std::uint64_t count,
   for (std::uint64_t done = 0; done < count;) {
     const std::uint64_t piece = std::min(most, count - done);
     const std::span buffer(staging_.data(), piece * size);
-    if (any_filled) tiers_.read(page.gradient, home_begin + done * size, buffer);
-    add_piece(page, begin + done, piece, shifted, present, buffer.data());
-    tiers_.write(page.gradient, home_begin + done * size, buffer);
+    try {
+      if (any_filled) tiers_.read(page.gradient, home_begin + done * size, buffer);
+      add_piece(page, begin + done, piece, shifted, present, buffer.data());
+      tiers_.write(page.gradient, home_begin + done * size, buffer);
+    } catch (Error& error) {
+      error.add_context(context("page", page.page->name));
+      throw;
+    }
     if (page.gradient.tier() == pager::Tier::Nvme) to_nvme_ += buffer.size();
     for (const std::byte*& rank : shifted) {
       if (rank != nullptr) rank += piece * kernels::element_size(page.dtype);

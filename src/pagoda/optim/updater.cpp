@@ -57,6 +57,18 @@ struct Updater::Slot {
   std::vector<io::Transfer> transfers;
 };
 
+/// Runs `fn`; its error says which page it was about.
+template <class Fn>
+void Updater::naming_page(const Slot& slot, Fn&& fn) {
+  const std::string& name = slot.record->page->page->name;
+  try {
+    fn();
+  } catch (Error& error) {
+    error.add_context(context("page", name));
+    throw;
+  }
+}
+
 Updater::Updater(pager::Pager& pager, ThreadPool& pool, Options options)
     : pager_(pager), pool_(pool), options_(options) {
   PAGODA_REQUIRE_EQ(options_.chunk % pager::Slicing::kBlock, 0U,
@@ -77,12 +89,16 @@ Updater::Updater(pager::Pager& pager, ThreadPool& pool, Options options)
 }
 
 Updater::~Updater() {
+  stop();
+}
+
+void Updater::stop() noexcept {
   {
     const std::lock_guard lock(mutex_);
     stopping_ = true;
     changed_.notify_all();
   }
-  thread_.join();
+  if (thread_.joinable()) thread_.join();
 }
 
 void Updater::set_callbacks(Starting starting, Finished finished, Writing writing) {
@@ -232,7 +248,7 @@ void Updater::run() {
       lock.unlock();
       if (!reading_.empty()) {
         Slot& slot = *reading_.front();
-        compute(slot);
+        naming_page(slot, [&] { compute(slot); });
         reading_.pop_front();
         writing_.push_back(&slot);
       }
@@ -241,22 +257,21 @@ void Updater::run() {
               std::all_of(writing_.front()->transfers.begin(), writing_.front()->transfers.end(),
                           [](const io::Transfer& t) { return t.done(); }))) {
         Slot& slot = *writing_.front();
-        finish(slot);
+        naming_page(slot, [&] { finish(slot); });
         writing_.pop_front();
         free_.push_back(&slot);
       }
       lock.lock();
     } catch (...) {
       if (!lock.owns_lock()) lock.lock();
-      const bool first = error_ == nullptr;
-      if (first) error_ = std::current_exception();
-      changed_.notify_all();
-      if (first && options_.on_failure) {
-        const std::exception_ptr error = error_;
+      if (error_ == nullptr && options_.on_failure) {
+        // Before those who wait are told: what they do next must find the engine failed.
         lock.unlock();
-        options_.on_failure(error);
+        options_.on_failure(std::current_exception());
         lock.lock();
       }
+      if (error_ == nullptr) error_ = std::current_exception();
+      changed_.notify_all();
     }
   }
 }
@@ -286,7 +301,7 @@ bool Updater::fill_slots(std::unique_lock<std::mutex>& lock) {
     slot.chunk = next_chunk_++;
     if (next_chunk_ == current_->layout.chunks(current_->page->updated.size())) current_ = nullptr;
     lock.unlock();
-    begin(slot);
+    naming_page(slot, [&] { begin(slot); });
     free_.pop_front();
     reading_.push_back(&slot);
     lock.lock();

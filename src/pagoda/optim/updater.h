@@ -63,8 +63,9 @@ class Updater final : public pager::Debts {
   Updater(pager::Pager& pager, ThreadPool& pool, Options options);
   Updater(const Updater&) = delete;
   Updater& operator=(const Updater&) = delete;
-  /// Drops updates that have not begun.
   ~Updater() override;
+  /// Drops updates that have not begun and ends the thread: no callback runs afterwards.
+  void stop() noexcept;
 
   void set_callbacks(Starting starting, Finished finished, Writing writing = {});
 
@@ -103,6 +104,8 @@ class Updater final : public pager::Debts {
 
   void run();
   bool fill_slots(std::unique_lock<std::mutex>& lock);
+  template <class Fn>
+  static void naming_page(const Slot& slot, Fn&& fn);
   void begin(Slot& slot);
   void compute(Slot& slot);
   void finish(Slot& slot);

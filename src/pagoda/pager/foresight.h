@@ -13,9 +13,11 @@ namespace pagoda::pager {
 
 /// What the pager tells of itself when it asks what to fetch or evict.
 struct Occupancy {
-  std::span<Page* const> pages;  // by id; null where a page has gone
-  Bytes free = 0;                // of the arena, in one piece
-  Bytes in_flight = 0;           // being fetched
+  std::span<Page* const> pages;      // by id; null where a page has gone
+  std::span<const PageId> resident;  // in any order
+  Bytes free = 0;                    // of the arena, in one piece
+  Bytes evictable = 0;               // of resident pages, neither in use nor dirty
+  std::uint64_t changes = 0;         // grows when a page comes, goes or can be fetched again
 };
 
 /// Knows what will be touched next, from what was touched before. The pager asks under its lock; a
@@ -29,6 +31,8 @@ class Foresight {
   /// The toucher waited for so long: that is not time that its operators take.
   virtual void stalled(Nanos wait) = 0;
   virtual void forget(PageId page) = 0;
+  /// A page has left the device, or can be fetched again since its update is made.
+  virtual void absent(PageId /*page*/) {}
   /// A fetch of `bytes` took `seconds`.
   virtual void fetched(Bytes bytes, double seconds) = 0;
   /// The absent page to start fetching now, or kNoPage.

@@ -67,6 +67,7 @@ struct Page {
   device::Block block;
   std::uint64_t resident_version = 0;
   device::Mark ready;
+  device::Mark written;  // behind the last operator on a stream that wrote it
   bool bound = false;
   bool dirty = false;         // written by user code since it came, or since the last write-back
   std::uint32_t pins = 0;     // operators in flight, and holds
@@ -75,8 +76,10 @@ struct Page {
   bool prefetched = false;    // came by prefetch and was not used yet
   std::exception_ptr fetch_error;
   std::uint64_t last_touch = 0;  // position in the sequence of touches
+  std::uint32_t place = 0;       // in the pager's list of resident pages
+  bool spare = false;            // counted among the bytes that may be evicted
   bool dead = false;             // its storage is gone
-  bool attached = false;         // an engine trains it: it stays until it is detached
+  bool attached = false;         // gradients and state refer to it: it stays until they go
 
   Bytes bytes() const noexcept { return elements * element_size; }
   bool whole_home() const noexcept { return home_range.size() == elements; }

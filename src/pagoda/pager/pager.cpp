@@ -8,6 +8,8 @@
 #include "pagoda/base/error.h"
 #include "pagoda/base/log.h"
 #include "pagoda/base/trace.h"
+#include "pagoda/comm/comm_error.h"
+#include "pagoda/device/ordering_checker.h"
 
 namespace pagoda::pager {
 namespace {
@@ -23,6 +25,18 @@ std::uint32_t pinned_here(const Page& page) {
 bool among(const Page& page, std::span<const Access> accesses) {
   return std::any_of(accesses.begin(), accesses.end(),
                      [&](const Access& access) { return access.page == &page; });
+}
+
+/// Another rank did not have the version asked for any more: a prefetch that came too late for its
+/// step, which nobody needs.
+bool refused_by_rank(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const comm::RemoteError&) {
+    return true;
+  } catch (...) {
+    return false;
+  }
 }
 
 bool evictable(const Page& page, bool may_be_dirty) {
@@ -47,8 +61,16 @@ Pager::Pager(Tiers& tiers, Options options)
   write_staging_ = tiers_.host().allocate(options_.staging, tag::kStaging, "write-back staging");
 }
 
-Pager::~Pager() {
+void Pager::stop_fetching() noexcept {
+  {
+    const Lock lock(mutex_);
+    if (refused_.empty()) refused_ = "the engine has ended";  // nor is anything fetched ahead
+  }
   fetchers_.stop(ThreadPool::Stop::Cancel);
+}
+
+Pager::~Pager() {
+  stop_fetching();
   const Lock lock(mutex_);
   for (const auto& page : pages_) {
     if (page != nullptr && page->bound) unbind(*page, lock);
@@ -80,6 +102,7 @@ Page& Pager::adopt(std::string name, std::uint64_t elements, Bytes element_size,
     pages_.push_back(std::make_unique<Page>(id, std::move(name), elements, element_size));
     page = pages_.back().get();
     by_id_.push_back(page);
+    ++absent_;
   }
   try {
     page->home =
@@ -95,6 +118,10 @@ Page& Pager::adopt(std::string name, std::uint64_t elements, Bytes element_size,
       }
       page->blank = false;
     }
+  } catch (Error& error) {
+    error.add_context(context("page", page->name));
+    drop(*page);
+    throw;
   } catch (...) {
     drop(*page);
     throw;
@@ -121,12 +148,47 @@ void Pager::drop(Page& page) {
            page.readers == 0;
   });
   page.binding = nullptr;
-  if (foresight_ != nullptr) foresight_->forget(page.id);
-  by_id_[page.id] = nullptr;
-  pages_[page.id].reset();
+  remove(page, lock);
 }
 
-void Pager::bury(const Lock& /*lock*/) {
+void Pager::remove(Page& page, const Lock& lock) {
+  set_residency(page, Residency::Absent, lock);
+  --absent_;
+  if (foresight_ != nullptr) foresight_->forget(page.id);
+  const PageId id = page.id;
+  by_id_[id] = nullptr;
+  pages_[id].reset();
+}
+
+void Pager::set_residency(Page& page, Residency to, const Lock& lock) {
+  if (page.residency == Residency::Absent) --absent_;
+  if (page.residency == Residency::Resident) {
+    by_id_[resident_.back()]->place = page.place;
+    resident_[page.place] = resident_.back();
+    resident_.pop_back();
+  }
+  page.residency = to;
+  if (to == Residency::Absent) {
+    ++absent_;
+    if (foresight_ != nullptr) foresight_->absent(page.id);
+  }
+  if (to == Residency::Resident) {
+    page.place = static_cast<std::uint32_t>(resident_.size());
+    resident_.push_back(page.id);
+  }
+  ++changes_;
+  recount(page, lock);
+}
+
+/// After a change of what evictable() looks at.
+void Pager::recount(Page& page, const Lock& /*lock*/) noexcept {
+  const bool spare = evictable(page, false);
+  if (spare == page.spare) return;
+  page.spare = spare;
+  spare_ = spare ? spare_ + page.bytes() : spare_ - page.bytes();
+}
+
+void Pager::bury(const Lock& lock) {
   if (!any_dead_.load(std::memory_order_acquire)) return;
   const std::lock_guard graves(graveyard_mutex_);
   std::erase_if(graveyard_, [&](Page* page) {
@@ -138,9 +200,7 @@ void Pager::bury(const Lock& /*lock*/) {
                       page->pins > 0 || page->owes() || page->attached;
     if (busy) return false;
     log::debug("pager", "page dropped with its storage", {{"page", page->name}});
-    if (foresight_ != nullptr) foresight_->forget(page->id);
-    by_id_[page->id] = nullptr;
-    pages_[page->id].reset();
+    remove(*page, lock);
     return true;
   });
   any_dead_.store(!graveyard_.empty(), std::memory_order_release);
@@ -177,7 +237,10 @@ void Pager::touch(std::span<const Access> accesses, std::uint8_t mode, device::S
       lock.lock();
       continue;
     }
-    for (const Access& access : accesses) ++access.page->pins;
+    for (const Access& access : accesses) {
+      ++access.page->pins;
+      recount(*access.page, lock);
+    }
     try {
       if (!start_absent(accesses, lock)) {  // no room until another thread is done with its pages
         unpin_all(accesses, lock);
@@ -210,27 +273,52 @@ void Pager::touch(std::span<const Access> accesses, std::uint8_t mode, device::S
     pins_of_this_thread.push_back(access.page);
   }
   pump(lock);
-  if (consumer != nullptr || tiers_.device()->kind() == device::DeviceKind::Host) return;
-  // The operator runs on this thread: it must wait for copies still under way.
   lock.unlock();
+  try {
+    if (consumer == nullptr) await_copies(accesses);
+    tell_checker(accesses, consumer);
+  } catch (...) {
+    const Lock relock(mutex_);
+    unpin_all(accesses, relock);
+    for (const Access& held : accesses) {
+      std::erase(pins_of_this_thread, held.page);
+      if (held.page->pins == 0) drop_copy(*held.page, relock);
+    }
+    throw;
+  }
+}
+
+/// The operator runs on this thread: it must wait for copies still under way.
+void Pager::await_copies(std::span<const Access> accesses) {
+  if (tiers_.device()->kind() == device::DeviceKind::Host) return;
+  if (options_.dropped_wait == DroppedWait::Ready) return;
   for (const Access& access : accesses) {
     if (access.page->ready.event == nullptr || access.page->ready.event->done()) continue;
     const Stopwatch watch;
-    try {
+    {
       PAGODA_TRACE("pager", "wait for copy", {"page", access.page->name});
       access.page->ready.event->wait();
-    } catch (...) {
-      const Lock relock(mutex_);
-      unpin_all(accesses, relock);
-      for (const Access& held : accesses) {
-        std::erase(pins_of_this_thread, held.page);
-        if (held.page->pins == 0) drop_copy(*held.page, relock);
-      }
-      throw;
     }
-    const Lock relock(mutex_);
+    const Lock lock(mutex_);
     stats_.late_stall += watch.elapsed_ns();
     stalled_ += watch.elapsed_ns();
+  }
+}
+
+/// An operator uses its pages now, or on `consumer`. The pages are pinned.
+void Pager::tell_checker(std::span<const Access> accesses, device::Stream* consumer) const {
+  device::OrderingChecker* checker = tiers_.device()->checker().get();
+  if (checker == nullptr) return;
+  for (const Access& access : accesses) {
+    const Page& page = *access.page;
+    const std::byte* data = (page.fixed ? page.home.block() : page.block).data();
+    if (consumer != nullptr) {
+      access.write ? checker->write(*consumer, data, page.bytes(), "operator")
+                   : checker->read(*consumer, data, page.bytes(), "operator");
+    } else {
+      access.write ? checker->host_write(data, page.bytes(), "operator")
+                   : checker->host_read(data, page.bytes(), "operator");
+    }
   }
 }
 
@@ -249,7 +337,10 @@ bool Pager::start_absent(std::span<const Access> accesses, Lock& lock) {
       drop_copy(page, lock);
     }
     if (page.residency != Residency::Absent) continue;
-    page.fetch_error = nullptr;
+    // What befell a prefetch befalls whoever needs the page: no error is lost.
+    if (page.fetch_error != nullptr) {
+      std::rethrow_exception(std::exchange(page.fetch_error, nullptr));
+    }
     if (!take_block(page, accesses, lock)) return false;
     if (page.residency != Residency::Absent || !page.block) continue;  // all were laid out afresh
     ++stats_.faults;
@@ -406,18 +497,27 @@ void Pager::use(Page& page, bool write, std::uint8_t mode, device::Stream* consu
   }
 }
 
-void Pager::unpin(std::span<const Access> accesses, device::Stream* /*consumer*/) noexcept {
+void Pager::unpin(std::span<const Access> accesses, device::Stream* consumer) noexcept {
+  try {
+    // Until now the operator was at it; on a stream, what it was given when it began says it all.
+    if (consumer == nullptr) tell_checker(accesses, consumer);
+  } catch (const device::OrderingViolation&) {  // the checker keeps it
+  }
   const Lock lock(mutex_);
   for (const Access& access : accesses) {
     const auto pin =
         std::find(pins_of_this_thread.rbegin(), pins_of_this_thread.rend(), access.page);
     if (pin != pins_of_this_thread.rend()) pins_of_this_thread.erase(std::next(pin).base());
+    if (consumer != nullptr && access.write) access.page->written = consumer->mark();
   }
   unpin_all(accesses, lock);
 }
 
-void Pager::unpin_all(std::span<const Access> accesses, const Lock& /*lock*/) noexcept {
-  for (const Access& access : accesses) --access.page->pins;
+void Pager::unpin_all(std::span<const Access> accesses, const Lock& lock) noexcept {
+  for (const Access& access : accesses) {
+    --access.page->pins;
+    recount(*access.page, lock);
+  }
   if (starved_ > 0) changed_.notify_all();
 }
 
@@ -426,18 +526,20 @@ void Pager::hold(Page& page, device::Stream* consumer) {
   touch({&access, 1}, 0, consumer);
   const Lock lock(mutex_);
   ++page.holds;
-  std::erase(pins_of_this_thread, &page);
+  pins_of_this_thread.pop_back();  // touch() has just put it there
 }
 
 void Pager::release_hold(Page& page) noexcept {
   const Lock lock(mutex_);
   --page.holds;
   --page.pins;
+  ++changes_;
+  recount(page, lock);
   if (starved_ > 0) changed_.notify_all();
 }
 
 Occupancy Pager::occupancy(const Lock& /*lock*/) {
-  return {by_id_, tiers_.arena().stats().largest_free, fetching_};
+  return {by_id_, resident_, tiers_.arena().stats().largest_free, spare_, changes_};
 }
 
 Page* Pager::victim(PageId for_page, bool may_be_dirty, const Lock& lock) {
@@ -455,12 +557,13 @@ Page* Pager::victim(PageId for_page, bool may_be_dirty, const Lock& lock) {
 
 /// Starts what the foresight wants fetched ahead, as far as room can be made.
 void Pager::pump(const Lock& lock) {
-  if (foresight_ == nullptr || starved_ > 0 || !refused_.empty()) return;
+  if (absent_ == 0 || foresight_ == nullptr || starved_ > 0 || !refused_.empty()) return;
   while (fetching_ < 2 * options_.fetch_threads) {
     const PageId id = foresight_->next_fetch(occupancy(lock));
     if (id == kNoPage) return;
     Page& page = *by_id_[id];
     if (page.residency != Residency::Absent || page.owes() || page.blank) return;
+    if (page.fetch_error != nullptr) return;  // whoever touches it shall see that first
     while (!try_take_block(page, lock)) {
       Page* goes = victim(id, false, lock);
       if (goes == nullptr) return;
@@ -480,7 +583,16 @@ void Pager::owe(std::span<Page* const> pages) {
       return page->residency != Residency::Fetching && page->residency != Residency::Leaving &&
              page->readers == 0;
     });
-    page->fetch_error = nullptr;
+    if (page->fetch_error != nullptr) {
+      const std::exception_ptr error = std::exchange(page->fetch_error, nullptr);
+      if (!refused_by_rank(error)) std::rethrow_exception(error);
+    }
+    // On a GPU a fetch counts as done when its copies are queued: they must have read home.
+    if (const auto copied = page->ready.event) {
+      lock.unlock();
+      copied->wait();
+      lock.lock();
+    }
     if (page->fixed || page->residency != Residency::Resident) continue;
     PAGODA_CHECK_EQ(page->pins, page->holds,
                     "an operator still runs on a page that is updated (page {})", page->name);
@@ -492,7 +604,9 @@ void Pager::updated(Page& page, std::uint64_t version) {
   const Lock lock(mutex_);
   page.version = version;
   page.blank = false;
+  ++changes_;
   if (page.fixed) page.resident_version = version;
+  if (foresight_ != nullptr && page.residency == Residency::Absent) foresight_->absent(page.id);
   changed_.notify_all();
   pump(lock);
 }
@@ -535,8 +649,8 @@ void Pager::drop_copy(Page& page, const Lock& lock) {
   unbind(page, lock);
   page.block = {};
   page.ready = {};
-  page.residency = Residency::Absent;
   page.dirty = false;
+  set_residency(page, Residency::Absent, lock);
   ++stats_.evictions;
   if (page.prefetched) ++stats_.wasted_prefetches;
   page.prefetched = false;

@@ -12,6 +12,7 @@
 
 #include "pagoda/base/thread_pool.h"
 #include "pagoda/device/stream.h"
+#include "pagoda/pager/dropped_wait.h"
 #include "pagoda/pager/foresight.h"
 #include "pagoda/pager/page.h"
 #include "pagoda/pager/pager_stats.h"
@@ -47,6 +48,7 @@ class Pager {
     Slicing slicing;
     /// For messages: what the user writes to keep a page where raw pointers can see it.
     std::string pin_advice = "pin it (engine.pin)";
+    DroppedWait dropped_wait = DroppedWait::None;
   };
 
   Pager(Tiers& tiers, Options options);
@@ -54,6 +56,9 @@ class Pager {
   Pager& operator=(const Pager&) = delete;
   /// Waits for fetches under way. Pages still bound are unbound.
   ~Pager();
+  /// The same, before what fetches need goes: drops those that have not begun. Nobody touches a
+  /// page from now on.
+  void stop_fetching() noexcept;
 
   /// Keeps a page resident and bound until release_pin(): for code that reads raw pointers.
   void hold(Page& page, device::Stream* consumer);
@@ -92,6 +97,9 @@ class Pager {
   /// Returns when home has seen every update that it owes; throws once touches are refused.
   void await_version(const Page& page);
 
+  /// The page's contents become those at `bytes`, in device memory, as if user code had written
+  /// them.
+  void overwrite(Page& page, const std::byte* bytes);
   /// Writes a dirty page's bytes to its home; the page stays. Waits.
   void write_back(Page& page);
   /// Writes back all that is dirty.
@@ -158,9 +166,14 @@ class Pager {
   void store(Page& page, const std::byte* from);
   void tell_overwritten(Page& page, Range slice, Range written, const std::byte* after);
   void pump(const Lock& lock);
+  void set_residency(Page& page, Residency to, const Lock& lock);
+  void recount(Page& page, const Lock& lock) noexcept;
+  void remove(Page& page, const Lock& lock);
   void bury(const Lock& lock);
   void unbind(Page& page, const Lock& lock);
   void unpin_all(std::span<const Access> accesses, const Lock& lock) noexcept;
+  void await_copies(std::span<const Access> accesses);
+  void tell_checker(std::span<const Access> accesses, device::Stream* consumer) const;
   [[noreturn]] void too_large(std::span<const Access> accesses) const;
 
   Tiers& tiers_;
@@ -176,6 +189,10 @@ class Pager {
   std::vector<Lane> lanes_;                   // `busy` guarded by mutex_
   std::uint64_t sequence_ = 0;                // guarded by mutex_
   std::uint32_t fetching_ = 0;                // guarded by mutex_
+  std::size_t absent_ = 0;                    // guarded by mutex_
+  std::vector<PageId> resident_;              // guarded by mutex_
+  Bytes spare_ = 0;                           // guarded by mutex_: bytes that may be evicted
+  std::uint64_t changes_ = 0;                 // guarded by mutex_: of what could be fetched
   Nanos stalled_ = 0;                         // guarded by mutex_: since the last touch
   std::uint32_t starved_ = 0;                 // guarded by mutex_: touches waiting for room
   std::string refused_;                       // guarded by mutex_; empty: all is well

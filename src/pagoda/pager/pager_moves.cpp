@@ -12,8 +12,8 @@
 
 namespace pagoda::pager {
 
-void Pager::start_fetch(Page& page, Priority priority, const Lock& /*lock*/) {
-  page.residency = Residency::Fetching;
+void Pager::start_fetch(Page& page, Priority priority, const Lock& lock) {
+  set_residency(page, Residency::Fetching, lock);
   page.fetch_error = nullptr;
   ++fetching_;
   (void)fetchers_.submit([this, &page] { fetch(page); }, priority);
@@ -42,9 +42,14 @@ void Pager::fetch(Page& page) {
   device::Mark ready;
   try {
     PAGODA_TRACE("pager", "fetch", {"page", page.name}, {"bytes", page.bytes()});
-    lane.stream->wait(*room.event, device::Stream::OnFailure::Ignore);
+    if (options_.dropped_wait != DroppedWait::Room) {
+      lane.stream->wait(*room.event, device::Stream::OnFailure::Ignore);
+    }
     fill(page, page.block.on(*lane.stream), version, lane);
     ready = lane.stream->mark();
+  } catch (Error& failure) {
+    failure.add_context(context("page", page.name));
+    error = std::current_exception();
   } catch (...) {
     error = std::current_exception();
   }
@@ -53,7 +58,8 @@ void Pager::fetch(Page& page) {
   {
     const Lock lock(mutex_);
     --fetching_;
-    page.residency = Residency::Resident;
+    stats_.fetch_busy += watch.elapsed_ns();
+    set_residency(page, Residency::Resident, lock);
     page.resident_version = version;
     if (error != nullptr) {
       page.prefetched = false;
@@ -194,6 +200,21 @@ void Pager::write_back(Page& page) {
   if (page.dirty) write_back(page, lock);
 }
 
+void Pager::overwrite(Page& page, const std::byte* bytes) {
+  const Access access{&page, true};
+  touch({&access, 1}, 0, nullptr);
+  try {
+    if (const auto arrived = page.ready.event) arrived->wait();
+    write_stream_->copy_async((page.fixed ? page.home.block() : page.block).on(*write_stream_),
+                              bytes, page.bytes(), device::Direction::DeviceToDevice, page.name);
+    write_stream_->synchronize();
+  } catch (...) {
+    unpin({&access, 1}, nullptr);
+    throw;
+  }
+  unpin({&access, 1}, nullptr);
+}
+
 void Pager::write_back_all() {
   for (Page* page : pages()) {
     if (page != nullptr) write_back(*page);
@@ -208,6 +229,8 @@ void Pager::keep_before(Page& page, Lock& lock) {
   Home copy = tiers_.allocate(page.bytes(), Placement::Host, tag::kParameters, page.name);
   {
     const std::lock_guard writing(write_mutex_);
+    if (page.ready.event != nullptr) page.ready.event->wait();
+    if (page.written.event != nullptr) page.written.event->wait();
     for (Bytes done = 0; done < page.bytes();) {
       const std::span buffer(write_staging_.data(),
                              std::min(options_.staging, page.bytes() - done));
@@ -243,26 +266,33 @@ void Pager::write_back(Page& page, Lock& lock) {
     lock.unlock();
     {
       const std::lock_guard writing(write_mutex_);
+      if (page.ready.event != nullptr) page.ready.event->wait();
+      if (page.written.event != nullptr) page.written.event->wait();
       tell_fixed(page);
     }
     lock.lock();
     page.before = {};
     return;
   }
-  page.residency = Residency::Leaving;
+  set_residency(page, Residency::Leaving, lock);
   lock.unlock();
   std::exception_ptr error;
   try {
     PAGODA_TRACE("pager", "write back", {"page", page.name}, {"bytes", page.bytes()});
     const std::lock_guard writing(write_mutex_);
+    if (page.ready.event != nullptr) write_stream_->wait(*page.ready.event);
+    if (page.written.event != nullptr) write_stream_->wait(*page.written.event);
     store(page, page.block.on(*write_stream_));
+  } catch (Error& failure) {
+    failure.add_context(context("page", page.name));
+    error = std::current_exception();
   } catch (...) {
     error = std::current_exception();
   }
   lock.lock();
-  page.residency = Residency::Resident;
-  ++stats_.writebacks;
   if (error == nullptr) page.dirty = false;
+  set_residency(page, Residency::Resident, lock);
+  ++stats_.writebacks;
   changed_.notify_all();
   if (error != nullptr) std::rethrow_exception(error);
 }
@@ -319,7 +349,8 @@ void Pager::tell_overwritten(Page& page, Range slice, Range written, const std::
 /// write_mutex_ held, while it runs.
 template <class Work>
 void Pager::alone_with(Page& page, Lock& lock, const Work& work) {
-  const Residency was = std::exchange(page.residency, Residency::Leaving);
+  const Residency was = page.residency;
+  set_residency(page, Residency::Leaving, lock);
   lock.unlock();
   std::exception_ptr error;
   try {
@@ -329,7 +360,7 @@ void Pager::alone_with(Page& page, Lock& lock, const Work& work) {
     error = std::current_exception();
   }
   lock.lock();
-  page.residency = was;
+  set_residency(page, was, lock);
   changed_.notify_all();
   if (error != nullptr) std::rethrow_exception(error);
 }

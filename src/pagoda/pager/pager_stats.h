@@ -18,6 +18,7 @@ struct PagerStats {
   std::uint64_t wasted_prefetches = 0;  // …and evicted unused
   std::uint64_t evictions = 0;
   std::uint64_t writebacks = 0;
+  Nanos fetch_busy = 0;      // fetches took so long, one after the other
   Nanos fault_stall = 0;     // operators waited for faults
   Nanos late_stall = 0;      // …for late prefetches
   Nanos update_stall = 0;    // …for updates that their page owed

@@ -22,6 +22,7 @@ class ExpectedQueue {
   bool full() const noexcept { return size() == horizon_; }
   /// The i-th touch from now, 0 being the very next; i < size().
   Expected at(std::size_t i) const noexcept;
+  PageId page_at(std::size_t i) const noexcept { return slot(begin_ + i).touch.page; }
 
   /// How many touches from now the page is used, 1 being the very next one.
   std::optional<std::size_t> next_use(PageId page) const noexcept;

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "pagoda/prefetch/oracle.h"
 
+#include <algorithm>
+
 namespace pagoda::prefetch {
 
 /// What the pager has, in the schedule's words.
@@ -35,35 +37,20 @@ class Oracle::View final : public ArenaView {
     return state;
   }
 
-  std::span<const PageId> resident() const override {
-    if (!listed_) {
-      listed_ = true;
-      for (const pager::Page* page : occupancy_.pages) {
-        if (page == nullptr || page->residency != pager::Residency::Resident) continue;
-        resident_.push_back(page->id);
-        if (!this->page(page->id).pinned) evictable_ += page->bytes();
-      }
-    }
-    return resident_;
-  }
+  std::span<const PageId> resident() const override { return occupancy_.resident; }
 
   Bytes free() const override { return occupancy_.free; }
 
-  Bytes evictable() const override {
-    (void)resident();
-    return evictable_;
-  }
+  Bytes evictable() const override { return occupancy_.evictable; }
 
  private:
   const pager::Occupancy& occupancy_;
   const bool may_be_dirty_;
-  mutable bool listed_ = false;
-  mutable std::vector<PageId> resident_;
-  mutable Bytes evictable_ = 0;
 };
 
 void Oracle::touched(pager::PageId page, std::uint8_t mode, Nanos now) {
   predictor_.touch({page, mode}, now);
+  now_ = now;
 }
 
 void Oracle::stalled(Nanos wait) {
@@ -72,15 +59,53 @@ void Oracle::stalled(Nanos wait) {
 
 void Oracle::forget(pager::PageId page) {
   predictor_.forget(page);
+  first_absent_ = 0;
+}
+
+void Oracle::absent(pager::PageId page) {
+  if (const auto use = predictor_.next_use(page)) {
+    first_absent_ = std::min(first_absent_, predictor_.position() + *use);
+  }
+}
+
+/// The first of the expected touches whose page is absent; their number if none is. Goes on where
+/// it was last time, so that a long way to it is not gone for every fetch.
+std::size_t Oracle::find_absent(const View& view) {
+  if (looked_after_ != predictor_.surprises()) first_absent_ = 0;
+  looked_after_ = predictor_.surprises();
+  const std::uint64_t next = predictor_.position() + 1;
+  std::size_t i = first_absent_ > next ? static_cast<std::size_t>(first_absent_ - next) : 0;
+  while (i < predictor_.size() &&
+         view.page(predictor_.page_ahead(i)).residency != Residency::Absent) {
+    ++i;
+  }
+  first_absent_ = next + i;
+  return i;
 }
 
 void Oracle::fetched(Bytes bytes, double seconds) {
   rate_.add(bytes, seconds);
+  quiet_ = {};
 }
 
 pager::PageId Oracle::next_fetch(const pager::Occupancy& occupancy) {
+  if (quiet_.changes == occupancy.changes && quiet_.surprises == predictor_.surprises() &&
+      predictor_.position() < quiet_.position && now_ < quiet_.time) {
+    return pager::kNoPage;
+  }
   const View view(occupancy, false);
-  return Schedule(predictor_, view, rate_).next_fetch().value_or(pager::kNoPage);
+  const std::size_t first = find_absent(view);
+  if (first >= predictor_.size()) return pager::kNoPage;
+  const PageId page = predictor_.page_ahead(first);
+  if (view.page(page).bytes <= occupancy.free) return page;
+  Schedule::Pause pause;
+  if (const auto next = Schedule(predictor_, view, rate_).next_fetch(&pause)) {
+    quiet_ = {};
+    return *next;
+  }
+  quiet_ = {occupancy.changes, predictor_.surprises(), predictor_.position() + pause.touches,
+            now_ + pause.time};
+  return pager::kNoPage;
 }
 
 pager::PageId Oracle::victim(const pager::Occupancy& occupancy, pager::PageId for_page,

@@ -21,6 +21,7 @@ class Oracle final : public pager::Foresight {
   void touched(pager::PageId page, std::uint8_t mode, Nanos now) override;
   void stalled(Nanos wait) override;
   void forget(pager::PageId page) override;
+  void absent(pager::PageId page) override;
   void fetched(Bytes bytes, double seconds) override;
   pager::PageId next_fetch(const pager::Occupancy& occupancy) override;
   pager::PageId victim(const pager::Occupancy& occupancy, pager::PageId for_page,
@@ -35,9 +36,23 @@ class Oracle final : public pager::Foresight {
 
  private:
   class View;
+  /// Until when nothing can start that was not started before.
+  struct Quiet {
+    std::uint64_t changes = ~std::uint64_t{0};
+    std::uint64_t surprises = 0;
+    std::uint64_t position = 0;
+    Nanos time = 0;
+  };
+
+  std::size_t find_absent(const View& view);
 
   Predictor predictor_;
   FetchRate rate_;
+  Nanos now_ = 0;  // of the last touch
+  Quiet quiet_;
+  // No page that is expected before this touch was absent when it was last looked at.
+  std::uint64_t first_absent_ = 0;
+  std::uint64_t looked_after_ = 0;  // surprises until then
 };
 
 }  // namespace pagoda::prefetch

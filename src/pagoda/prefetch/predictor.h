@@ -70,12 +70,17 @@ class Predictor {
     expected.in = static_cast<Nanos>(static_cast<double>(expected.in) * pace_);
     return expected;
   }
+  /// Its page alone.
+  PageId page_ahead(std::size_t i) const noexcept { return queue_.page_at(i); }
   /// How many touches from now the page is expected, 1 being the very next; nothing when it is not
   /// expected within the horizon. Constant time.
   std::optional<std::size_t> next_use(PageId page) const noexcept { return queue_.next_use(page); }
   /// How many touches ago the page was touched, 0 being the current one. Constant time.
   std::optional<std::uint64_t> last_use(PageId page) const noexcept;
 
+  /// Touches so far, repeats left out; and those of them that were not expected.
+  std::uint64_t position() const noexcept { return position_; }
+  std::uint64_t surprises() const noexcept { return stats_.misses + stats_.unknown; }
   Stats stats() const;
 
  private:

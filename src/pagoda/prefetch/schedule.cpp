@@ -7,12 +7,18 @@
 
 namespace pagoda::prefetch {
 
-std::optional<PageId> Schedule::next_fetch() const {
+std::optional<PageId> Schedule::next_fetch(Pause* pause) const {
+  // Looking again after a sixteenth of what was looked at makes it cheap for every touch, and is
+  // soon enough to use what was free until then.
+  constexpr std::size_t kShare = 16;
   const Bytes free = arena_.free();
   Bytes room = free + arena_.evictable();  // less what is used before the page looked at
   Bytes due = 0;                           // bytes that must arrive until then
   std::optional<PageId> next;
-  for (std::size_t i = 0; i < predictor_.size(); ++i) {
+  std::size_t next_at = predictor_.size();
+  double left = 60;  // seconds until something is due
+  std::size_t i = 0;
+  for (; i < predictor_.size(); ++i) {
     const Expected expected = predictor_.ahead(i);
     const PageId id = expected.touch.page;
     if (predictor_.next_use(id) != i + 1) continue;  // seen nearer
@@ -25,13 +31,25 @@ std::optional<PageId> Schedule::next_fetch() const {
     if (page.residency == Residency::Absent) {
       if (!next && page.bytes <= free) return id;
       // All that is used until here does not fit at once: what comes later cannot be due now.
-      if (page.bytes > room) return std::nullopt;
+      if (page.bytes > room) break;
       room -= page.bytes;
-      if (!next) next = id;
+      if (!next) {
+        next = id;
+        next_at = i;
+      }
     }
+    if (!next) continue;
     // A later page may be what makes the next one urgent: fetches follow each other.
     const double until = static_cast<double>(expected.in - predictor_.ahead(0).in) * 1e-9;
-    if (next && until <= options_.slack * rate_.seconds(due)) return next;
+    const double slack = until - options_.slack * rate_.seconds(due);
+    if (slack <= 0) return next;
+    left = std::min(left, slack);
+    // Whatever else finds room until then cannot be due before.
+    if (until > options_.slack * rate_.seconds(due + room)) break;
+  }
+  if (pause != nullptr) {
+    pause->touches = std::max<std::size_t>(1, std::min(next_at / 2, i / kShare));
+    pause->time = static_cast<Nanos>(left * 1e9 / 2);  // operators may be faster than expected
   }
   return std::nullopt;
 }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <cstddef>
 #include <optional>
 #include <span>
 
@@ -53,11 +54,19 @@ class Schedule {
            const Options& options)
       : predictor_(predictor), arena_(arena), rate_(rate), options_(options) {}
 
-  /// The absent page to fetch now, if any. Pages are fetched in the order of their use. The next
-  /// one starts at once when it fits into what is free; when room must be made, only as late as the
-  /// deadlines of all that comes allow, and never by evicting what is used before it: as long as it
-  /// does not fit, choose_victim() then names pages that are used later, or not at all.
-  std::optional<PageId> next_fetch() const;
+  /// For how long there is nothing to fetch, as long as the program does what is expected and no
+  /// page comes or goes: looking costs time that grows with what is known.
+  struct Pause {
+    std::size_t touches = 0;
+    Nanos time = 0;
+  };
+
+  /// The absent page to fetch now, if any; `pause` (may be null) is set if there is none. Pages are
+  /// fetched in the order of their use. The next one starts at once when it fits into what is free;
+  /// when room must be made, only as late as the deadlines of all that comes allow, and never by
+  /// evicting what is used before it: as long as it does not fit, choose_victim() then names pages
+  /// that are used later, or not at all.
+  std::optional<PageId> next_fetch(Pause* pause = nullptr) const;
 
   /// The page to evict: of those that are resident, not pinned and not in `exclude`, one without an
   /// expected use, the least recently touched first; else the one that is used furthest from now.

@@ -4,6 +4,8 @@
 #include <exception>
 #include <utility>
 
+#include <ATen/Context.h>
+
 #include "pagoda/base/error.h"
 #include "pagoda/torch/birth_scope.h"
 #include "pagoda/torch/engine_impl.h"
@@ -13,12 +15,23 @@ namespace pagoda {
 Engine::Engine(const Config& config, std::shared_ptr<comm::World> world)
     : impl_(std::make_unique<Impl>(config, std::move(world))) {}
 
-Engine::~Engine() = default;
+Engine::~Engine() {
+  // A fork has neither the threads to wait for nor the right to the parent's swap.
+  if (!impl_->runtime().here()) (void)impl_.release();
+}
 
 struct Engine::Building::Scope {
   explicit Scope(Impl& impl)
-      : birth([&impl](const at::Tensor& tensor) { impl.adopt(tensor, {}); }) {}
+      : birth([&impl](const at::Tensor& tensor) { impl.adopt(tensor, {}); }),
+        cudnn(at::globalContext().userEnabledCuDNN()) {
+    // Recurrent layers would compare their weights' pointers, which are not there, and pack them
+    // into one buffer: while they are built, there is no cuDNN to pack for.
+    at::globalContext().setUserEnabledCuDNN(false);
+  }
+  ~Scope() { at::globalContext().setUserEnabledCuDNN(cudnn); }
+
   torch::BirthScope birth;
+  const bool cudnn;
 };
 
 Engine::Building::Building(Engine& engine) : scope_(std::make_unique<Scope>(*engine.impl_)) {}

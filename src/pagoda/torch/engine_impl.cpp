@@ -14,6 +14,7 @@
 #include "pagoda/base/log.h"
 #include "pagoda/engine/backend.h"
 #include "pagoda/torch/autograd_state.h"
+#include "pagoda/torch/cuda_library.h"
 #include "pagoda/torch/gradient_hook.h"
 #include "pagoda/torch/storage_table.h"
 
@@ -44,11 +45,13 @@ bool covers_storage(const at::Tensor& tensor, std::uint64_t elements) {
 
 Engine::Impl::Impl(const Config& config, std::shared_ptr<comm::World> world)
     : runtime_(std::make_unique<engine::Runtime>(config, std::move(world))) {
+  if (runtime_->device().kind() == device::DeviceKind::Cuda) torch::load_cuda();
   torch::observer::install();
 }
 
 Engine::Impl::~Impl() {
   for (Parameter& parameter : parameters_) {
+    torch::ParameterTable::instance().erase(parameter.key);
     if (auto alive = parameter.tensor.lock()) {
       torch::remove_gradient_hook(at::Tensor(std::move(alive)));
     }
@@ -58,17 +61,24 @@ Engine::Impl::~Impl() {
     runtime_->fail(std::make_exception_ptr(
         EngineError(fmt::format("rank {} ended with an exception", runtime_->rank()))));
   }
-  for (auto& [key, storage] : storages_) torch::StorageTable::instance().erase(*storage);
+  for (auto& [key, storage] : storages_) torch::StorageTable::instance().erase(storage->key());
   torch::observer::remove();
   for (auto& [key, storage] : storages_) {
-    if (storage->page() != nullptr) storage->page()->binding = nullptr;
+    // The page of a storage that has died may be gone.
+    if (storage->alive() && storage->page() != nullptr) storage->page()->binding = nullptr;
   }
   runtime_.reset();
   storages_.clear();
 }
 
-void Engine::Impl::touch_failed(std::exception_ptr error) noexcept {
+std::string Engine::Impl::touch_failed(std::exception_ptr error) noexcept {
   runtime_->fail(std::move(error));
+  try {
+    runtime_->check();
+  } catch (const std::exception& cause) {  // the first error: with its page, path and errno
+    return cause.what();
+  }
+  return "the engine has failed";
 }
 
 c10::Device Engine::Impl::device() const {
@@ -96,9 +106,29 @@ torch::PageStorage* Engine::Impl::find(const at::Tensor& tensor) const {
   return found == storages_.end() ? nullptr : found->second.get();
 }
 
+/// The same sizes over a storage on the engine's device.
+void Engine::Impl::point_at(at::Tensor& tensor, const c10::Storage& storage) const {
+  at::Tensor there = at::empty({0}, tensor.options().device(device()));
+  there.unsafeGetTensorImpl()->set_storage_keep_dtype(storage);
+  there.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides(),
+                                                     tensor.storage_offset());
+  tensor.set_data(there);
+}
+
 torch::PageStorage& Engine::Impl::adopt(const at::Tensor& tensor, const std::string& name) {
   sweep();
   if (torch::PageStorage* known = find(tensor)) return *known;
+  // A view of a storage that has moved to the engine's device already follows it there.
+  const auto moved = moved_.find(tensor.storage().unsafeGetStorageImpl());
+  if (moved != moved_.end()) {
+    if (auto there = moved->second.to.lock(); there != nullptr && !moved->second.from.expired()) {
+      const at::DisableRecordFunctionGuard unseen;
+      at::Tensor here = tensor;
+      point_at(here, c10::Storage(std::move(there)));
+      return *find(here);
+    }
+    moved_.erase(moved);
+  }
   PAGODA_REQUIRE(
       torch::StorageTable::instance().find(tensor.storage().unsafeGetStorageImpl()) == nullptr,
       "parameter '{}' belongs to another engine: release it there first", name);
@@ -111,35 +141,74 @@ torch::PageStorage& Engine::Impl::adopt(const at::Tensor& tensor, const std::str
   const bool from_host = tensor.device().is_cpu();
   if (!from_host) consumer()->synchronize();
   const auto* data = static_cast<const std::byte*>(tensor.storage().data());
-  pager::Page& page = runtime_->pager().adopt(
-      std::move(known_as), bytes / size, size,
-      engine::pager_placement(runtime_->config().parameters), data,
-      from_host ? device::Direction::HostToHost : device::Direction::DeviceToHost);
+  pager::Page& page = [&]() -> pager::Page& {
+    try {
+      return runtime_->pager().adopt(
+          std::move(known_as), bytes / size, size,
+          engine::pager_placement(runtime_->config().parameters), data,
+          from_host ? device::Direction::HostToHost : device::Direction::DeviceToHost);
+    } catch (const EngineError&) {  // a disk failed: later calls shall say so too
+      runtime_->fail(std::current_exception());
+      throw;
+    }
+  }();
   at::Tensor here = tensor;
   if (tensor.device() != device()) {
-    // The parameter moves to the engine's device: the same sizes over a storage of its own there.
     c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, c10::DataPtr(nullptr, device()),
                          nullptr, false);
-    at::Tensor moved = at::empty({0}, tensor.options().device(device()));
-    moved.unsafeGetTensorImpl()->set_storage_keep_dtype(storage);
-    moved.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides(),
-                                                       tensor.storage_offset());
-    here.set_data(moved);
+    moved_.insert_or_assign(
+        tensor.storage().unsafeGetStorageImpl(),
+        Moved{tensor.storage().getWeakStorageImpl(), storage.getWeakStorageImpl()});
+    point_at(here, storage);
   }
   auto storage = std::make_unique<torch::PageStorage>(here.storage(), runtime_->pager(), *this);
   torch::PageStorage& out = *storage;
   out.watch(page);
   runtime_->pager().set_binding(page, &out);
   storages_[out.key()] = std::move(storage);
-  torch::StorageTable::instance().insert(out);
+  torch::StorageTable::instance().insert(out.key(), out);
   return out;
+}
+
+/// The parameter's new storage becomes its page: same state, other bytes.
+void Engine::Impl::storage_exchanged(std::size_t index) {
+  Parameter& parameter = parameters_[index];
+  auto alive = parameter.tensor.lock();
+  if (alive == nullptr) return;
+  const at::Tensor tensor(std::move(alive));
+  if (find(tensor) != nullptr) return;
+  pager::Page& page = *parameter.storage->page();
+  const at::DisableRecordFunctionGuard unseen;
+  PAGODA_REQUIRE(
+      of_page_[&page].size() == 1 && tensor.storage().nbytes() == page.bytes() &&
+          static_cast<Bytes>(tensor.element_size()) == page.element_size &&
+          tensor.storage_offset() == 0 && tensor.device() == device(),
+      "parameter '{}' was given a storage of another size, type or device after attach(): "
+      "release() the model first",
+      parameter.name);
+  log::info("torch", "a parameter's storage was exchanged", {{"parameter", parameter.name}});
+  if (const auto stream = consumer()) stream->synchronize();
+  runtime_->pager().overwrite(page, static_cast<const std::byte*>(tensor.storage().data()));
+  auto storage = std::make_unique<torch::PageStorage>(tensor.storage(), runtime_->pager(), *this);
+  storage->watch(page);
+  const c10::StorageImpl* old = parameter.storage->key();
+  torch::StorageTable::instance().erase(old);
+  parameter.storage->let_go();
+  runtime_->pager().set_binding(page, storage.get());
+  parameter.storage = storage.get();
+  storages_.erase(old);
+  torch::StorageTable::instance().insert(storage->key(), *storage);
+  storages_[storage->key()] = std::move(storage);
 }
 
 /// Forgets storages that have died; the pager has been told by them.
 void Engine::Impl::sweep() {
+  // Now and then: their weak references keep torch from using an address again before that.
+  if (++births_since_sweep_ < storages_.size()) return;
+  births_since_sweep_ = 0;
   std::erase_if(storages_, [](auto& entry) {
     if (entry.second->alive()) return false;
-    torch::StorageTable::instance().erase(*entry.second);
+    torch::StorageTable::instance().erase(entry.second->key());
     return true;
   });
 }
@@ -249,6 +318,10 @@ void Engine::Impl::attach(::torch::nn::Module& model, std::vector<ParameterGroup
       Parameter& parameter = parameters_[i];
       parameter.page = runtime_->trained(*parameter.storage->page());
       of_page_[parameter.storage->page()].push_back(i);
+      parameter.attached =
+          std::make_unique<torch::AttachedParameter>(torch::AttachedParameter{this, i});
+      parameter.key = trained[i].first.unsafeGetTensorImpl();
+      torch::ParameterTable::instance().insert(parameter.key, *parameter.attached);
       parameter.hook = torch::set_gradient_hook(
           trained[i].first, [this, i](const at::Tensor& tensor) { gradient_ready(i, tensor); });
     }
@@ -446,6 +519,7 @@ void Engine::Impl::release(::torch::nn::Module& model) {
     const at::Tensor& tensor = item.value();
     torch::PageStorage* storage = find(tensor);
     if (storage == nullptr) continue;
+    torch::ParameterTable::instance().erase(tensor.unsafeGetTensorImpl());
     torch::remove_gradient_hook(tensor);
     pager::Page& page = *storage->page();
     at::Tensor plain = at::empty({static_cast<std::int64_t>(page.elements)},
@@ -459,7 +533,7 @@ void Engine::Impl::release(::torch::nn::Module& model) {
       plain.copy_(all);
       if (const auto stream = consumer()) stream->synchronize();
     }
-    torch::StorageTable::instance().erase(*storage);
+    torch::StorageTable::instance().erase(storage->key());
     runtime_->pager().set_binding(page, nullptr);
     c10::DataPtr data =
         plain.storage().unsafeGetStorageImpl()->set_data_ptr(c10::DataPtr(nullptr, plain.device()));

@@ -23,8 +23,9 @@ class Engine::Impl final : public torch::ObserverClient {
   Impl(const Config& config, std::shared_ptr<comm::World> world);
   ~Impl() override;
 
-  void touch_failed(std::exception_ptr error) noexcept override;
+  std::string touch_failed(std::exception_ptr error) noexcept override;
   std::shared_ptr<device::Stream> consumer() override;
+  void storage_exchanged(std::size_t parameter) override;
 
   /// Makes the tensor's storage a page, if it is none yet.
   torch::PageStorage& adopt(const at::Tensor& tensor, const std::string& name);
@@ -50,8 +51,10 @@ class Engine::Impl final : public torch::ObserverClient {
     std::string name;
     torch::PageStorage* storage = nullptr;
     optim::TrainedPage* page = nullptr;
-    std::size_t in_page = 0;  // which of the page's parameters
-    void* hook = nullptr;     // ours: checked at each step
+    std::size_t in_page = 0;                             // which of the page's parameters
+    void* hook = nullptr;                                // ours: checked at each step
+    std::unique_ptr<torch::AttachedParameter> attached;  // in the observer's table
+    const c10::TensorImpl* key = nullptr;                // …under this, dead or alive
     // How often its hook fires in a backward pass: more than once when checkpoints recompute and
     // the parameter is used in several of them.
     std::size_t fires = 0;  // expected; 0: not known yet
@@ -63,6 +66,13 @@ class Engine::Impl final : public torch::ObserverClient {
     std::vector<bool> present;
   };
 
+  /// A storage whose bytes went to the engine's device, and the one that has them there.
+  struct Moved {
+    c10::weak_intrusive_ptr<c10::StorageImpl> from;
+    c10::weak_intrusive_ptr<c10::StorageImpl> to;
+  };
+
+  void point_at(at::Tensor& tensor, const c10::Storage& storage) const;
   void check_trainable(const at::Tensor& tensor, const std::string& name) const;
   std::vector<optim::Segment> segments_of(const at::Tensor& tensor, std::size_t in_page) const;
   void take_gradient(Parameter& parameter, const at::Tensor& tensor);
@@ -76,6 +86,7 @@ class Engine::Impl final : public torch::ObserverClient {
 
   std::unique_ptr<engine::Runtime> runtime_;
   std::unordered_map<const c10::StorageImpl*, std::unique_ptr<torch::PageStorage>> storages_;
+  std::unordered_map<const c10::StorageImpl*, Moved> moved_;
   std::vector<Parameter> parameters_;
   std::unordered_map<const pager::Page*, std::vector<std::size_t>> of_page_;
   std::unordered_map<const optim::TrainedPage*, Partial> partial_;  // guarded by gradient_mutex_
@@ -85,6 +96,7 @@ class Engine::Impl final : public torch::ObserverClient {
   std::unordered_map<void*, std::shared_ptr<device::Stream>> streams_;  // guarded by stream_mutex_
   std::mutex stream_mutex_;
   std::size_t births_ = 0;
+  std::size_t births_since_sweep_ = 0;
 };
 
 }  // namespace pagoda

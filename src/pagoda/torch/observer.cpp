@@ -4,16 +4,19 @@
 #include <atomic>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <utility>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/record_function.h>
+#include <c10/util/SmallVector.h>
 #include <pthread.h>
 
 #include "pagoda/base/error.h"
 #include "pagoda/base/log.h"
+#include "pagoda/base/trace.h"
 #include "pagoda/pager/pager.h"
 #include "pagoda/torch/autograd_state.h"
 #include "pagoda/torch/birth_scope.h"
@@ -29,19 +32,27 @@ std::atomic<bool> counting{false};
 std::atomic<std::uint64_t> operators_seen{0};
 std::atomic<std::uint64_t> operators_touching{0};
 
+thread_local bool touching = false;  // this thread brings an operator's pages in
+
 /// What an operator holds between its start and its end, with one engine.
 struct Held {
   pager::Pager* pager = nullptr;
   ObserverClient* client = nullptr;
   std::shared_ptr<device::Stream> consumer;
-  std::vector<pager::Access> accesses;
+  c10::SmallVector<pager::Access, 4> accesses;
+
+  std::span<const pager::Access> all() const { return {accesses.data(), accesses.size()}; }
 };
+
+/// One entry, unless an operator mixes engines. Small ones need no allocation.
+using HeldPages = c10::SmallVector<Held, 1>;
 
 struct OperatorContext final : at::ObserverContext {
-  std::vector<Held> held;  // one entry, unless an operator mixes engines
+  HeldPages held;
+  Nanos began = 0;  // with its pages there; 0: not traced
 };
 
-void note(PageStorage& storage, bool write, std::vector<Held>& held) {
+void note(PageStorage& storage, bool write, HeldPages& held) {
   Held* mine = nullptr;
   for (Held& one : held) {
     if (one.pager == &storage.pager()) mine = &one;
@@ -58,7 +69,7 @@ void note(PageStorage& storage, bool write, std::vector<Held>& held) {
   mine->accesses.push_back({storage.page(), write});
 }
 
-void look(const c10::IValue& value, bool write, std::vector<Held>& held) {
+void look(const c10::IValue& value, bool write, HeldPages& held) {
   if (value.isTensor()) {
     const at::Tensor& tensor = value.toTensor();
     if (!tensor.defined() || !tensor.has_storage()) return;
@@ -74,6 +85,20 @@ void look(const c10::IValue& value, bool write, std::vector<Held>& held) {
   }
 }
 
+/// A leaf whose storage is no page: if it is a parameter of an engine, it was given another
+/// storage.
+void readopt(const at::Tensor& tensor) noexcept {
+  const AttachedParameter* parameter =
+      ParameterTable::instance().find(tensor.unsafeGetTensorImpl());
+  if (parameter == nullptr) return;
+  const at::RecordFunctionGuard no_recursion(false);
+  try {
+    parameter->client->storage_exchanged(parameter->number);
+  } catch (...) {
+    parameter->client->touch_failed(std::current_exception());
+  }
+}
+
 /// Whether any input is a page: the question that every operator pays for.
 bool touches_pages(c10::ArrayRef<const c10::IValue> inputs) {
   const StorageTable& table = StorageTable::instance();
@@ -84,13 +109,27 @@ bool touches_pages(c10::ArrayRef<const c10::IValue> inputs) {
       if (table.find(tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl()) !=
           nullptr)
         return true;
+      if (tensor.requires_grad() && tensor.is_leaf()) {
+        readopt(tensor);
+        if (table.find(tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl()) !=
+            nullptr)
+          return true;
+      }
     } else if (value.isList() || value.isTuple()) {
-      std::vector<Held> held;
+      HeldPages held;
       look(value, false, held);
       if (!held.empty()) return true;
     }
   }
   return false;
+}
+
+bool touches_a_gpu(c10::ArrayRef<const c10::IValue> inputs) {
+  HeldPages held;
+  for (const c10::IValue& value : inputs) look(value, false, held);
+  return std::any_of(held.begin(), held.end(), [](const Held& one) {
+    return one.pager->tiers().device()->kind() == device::DeviceKind::Cuda;
+  });
 }
 
 std::uint8_t touch_mode() {
@@ -113,41 +152,50 @@ std::unique_ptr<at::ObserverContext> operator_starts(const at::RecordFunction& f
   if (counting.load(std::memory_order_relaxed)) {
     operators_seen.fetch_add(1, std::memory_order_relaxed);
   }
+  // What a touch does is not observed. Not a RecordFunctionGuard: every change of that rebuilds
+  // torch's list of callbacks, which costs more than the touch.
+  if (touching) return nullptr;
   BirthScope::operator_starts();  // what was made by the last operator may have become a parameter
   if (StorageTable::instance().empty() || in_child.load(std::memory_order_relaxed)) return nullptr;
   const auto inputs = function.inputs();
   if (!touches_pages(inputs)) return nullptr;
   const OperatorTraits& traits = operator_traits(function);
-  if (traits.needs_no_data) return nullptr;
-  const at::RecordFunctionGuard no_recursion(false);
+  if (traits.needs_no_data && !(traits.reads_pointers_on_gpu && touches_a_gpu(inputs))) {
+    return nullptr;
+  }
   auto context = std::make_unique<OperatorContext>();
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     look(inputs[i], traits.writes_argument(i), context->held);
   }
+  touching = true;
   for (std::size_t i = 0; i < context->held.size(); ++i) {
     Held& held = context->held[i];
     try {
       held.consumer = held.client->consumer();
-      held.pager->touch(held.accesses, touch_mode(), held.consumer.get());
-    } catch (const std::exception& error) {
+      held.pager->touch(held.all(), touch_mode(), held.consumer.get());
+    } catch (...) {
       // A callback may not throw: the storage does it, when the kernel asks it for its bytes.
-      const auto* ours = dynamic_cast<const Error*>(&error);
-      poison(held, ours != nullptr ? ours->message() : error.what());
-      held.client->touch_failed(std::current_exception());
+      poison(held, held.client->touch_failed(std::current_exception()));
       context->held.resize(i);  // what was pinned before is let go at the end
       break;
     }
   }
+  touching = false;
   if (counting.load(std::memory_order_relaxed)) {
     operators_touching.fetch_add(1, std::memory_order_relaxed);
   }
+  if (trace::on()) context->began = now_ns();
   return context;
 }
 
-void operator_ends(const at::RecordFunction& /*function*/, at::ObserverContext* context) {
+void operator_ends(const at::RecordFunction& function, at::ObserverContext* context) {
   if (context == nullptr) return;
-  for (const Held& held : static_cast<OperatorContext*>(context)->held) {
-    held.pager->unpin(held.accesses, held.consumer.get());
+  const auto& ended = static_cast<const OperatorContext&>(*context);
+  if (ended.began != 0) {
+    trace::slice("operator", function.name(), ended.began, now_ns());
+  }
+  for (const Held& held : ended.held) {
+    held.pager->unpin(held.all(), held.consumer.get());
   }
 }
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "pagoda/torch/operator_traits.h"
 
+#include <algorithm>
 #include <array>
 #include <string_view>
 #include <unordered_map>
@@ -35,6 +36,9 @@ constexpr std::array<std::string_view, 22> kShapeOnly = {"aten::empty_like",
                                                          "aten::_has_compatible_shallow_copy_type",
                                                          "aten::requires_grad_"};
 
+constexpr std::array<std::string_view, 4> kRecurrent = {"aten::lstm", "aten::gru", "aten::rnn_tanh",
+                                                        "aten::rnn_relu"};
+
 bool is_shape_only(std::string_view name) {
   for (const std::string_view known : kShapeOnly) {
     if (name == known) return true;
@@ -57,6 +61,8 @@ OperatorTraits learn(const at::RecordFunction& function) {
   const auto name = function.operator_name();
   if (!name) return traits;
   traits.needs_no_data = is_shape_only(name->name);
+  traits.reads_pointers_on_gpu =
+      std::find(kRecurrent.begin(), kRecurrent.end(), name->name) != kRecurrent.end();
   const auto found = c10::Dispatcher::singleton().findSchema(*name);
   if (!found) return traits;
   const c10::FunctionSchema& schema = found->schema();

@@ -16,6 +16,9 @@ struct OperatorTraits {
   /// It reads no bytes of its inputs (a view, empty_like), or is made of operators that are
   /// announced themselves.
   bool needs_no_data = false;
+  /// It looks at the pointers of its inputs before it calls the operators it is made of: recurrent
+  /// layers with cuDNN. Their pages are all needed at once.
+  bool reads_pointers_on_gpu = false;
   /// Bit i: it writes to argument i; arguments from 63 on share the last bit.
   std::uint64_t writes = 0;
 

@@ -5,6 +5,8 @@
 
 #include <c10/core/StorageImpl.h>
 
+#include "pagoda/io/owner_process.h"
+
 namespace pagoda::torch {
 namespace {
 
@@ -23,10 +25,11 @@ template struct OpenThrowFlag<&c10::StorageImpl::throw_on_immutable_data_ptr_>;
 struct PageStorage::Tie {
   pager::Pager* pager;
   pager::Page* page;
+  io::OwnerProcess owner = {};
 
   static void died(void* context) {
     auto* tie = static_cast<Tie*>(context);
-    tie->pager->storage_died(*tie->page);
+    if (tie->owner.here()) tie->pager->storage_died(*tie->page);  // a fork's locks are as they were
   }
 };
 
@@ -74,6 +77,14 @@ void PageStorage::unbind(const std::string& why) noexcept {
   if (storage == nullptr) return;
   set(nullptr, tie_ != nullptr);
   storage->release_data_and_set_meta_custom_data_ptr_error_msg_(why);
+}
+
+void PageStorage::let_go() {
+  unbind("this storage was a parameter's page; the parameter has another one now");
+  if (const auto storage = storage_.lock()) {
+    (void)storage->_mutable_data_ptr_no_checks().release_context();
+  }
+  tie_.reset();
 }
 
 void PageStorage::give_back(c10::DataPtr data) {

@@ -31,6 +31,8 @@ class PageStorage final : public pager::Binding {
   void watch(pager::Page& page);
   void bind(std::byte* data) noexcept override;
   void unbind(const std::string& why) noexcept override;
+  /// The storage is a page no more, and its death means nothing; until this goes, as it was.
+  void let_go();
   /// The storage becomes a plain one that owns `data`, and is no page any more.
   void give_back(c10::DataPtr data);
 

@@ -9,43 +9,47 @@
 
 namespace c10 {
 struct StorageImpl;
-}
+struct TensorImpl;
+}  // namespace c10
 
 namespace pagoda::torch {
 
 class PageStorage;
+struct AttachedParameter;
 
-/// Which storages are pages: of all engines of the process, for the observer.
+/// What the observer knows of torch's objects, by their address: of all engines of the process.
 ///
 /// find() is called for every tensor of every operator, from any thread, and takes no lock: a table
 /// is replaced by a larger one as a whole, and replaced ones are kept (they are few, and a reader
-/// may still be in one). A page's entry goes only when its storage has died or its engine ends, and
-/// then nobody can be looking for it.
-class StorageTable {
+/// may still be in one). An entry goes only when its object has died or its engine ends, and then
+/// nobody can be looking for it.
+template <class Key, class Value>
+class ObjectTable {
  public:
-  static StorageTable& instance();
+  /// Never destroyed: operators may run at exit.
+  static ObjectTable& instance();
 
-  PageStorage* find(const c10::StorageImpl* storage) const noexcept {
+  Value* find(const Key* key) const noexcept {
     const Table* table = table_.load(std::memory_order_acquire);
     if (table == nullptr) return nullptr;
-    for (std::size_t at = slot(storage) & table->mask;; at = (at + 1) & table->mask) {
-      const c10::StorageImpl* key = table->entries[at].key.load(std::memory_order_acquire);
-      if (key == storage) return table->entries[at].value.load(std::memory_order_acquire);
-      if (key == nullptr) return nullptr;
+    for (std::size_t at = slot(key) & table->mask;; at = (at + 1) & table->mask) {
+      const Key* here = table->entries[at].key.load(std::memory_order_acquire);
+      if (here == key) return table->entries[at].value.load(std::memory_order_acquire);
+      if (here == nullptr) return nullptr;
     }
   }
-  /// Whether there is any page at all.
+  /// Whether there is anything at all.
   bool empty() const noexcept { return count_.load(std::memory_order_relaxed) == 0; }
 
-  void insert(PageStorage& storage);
-  void erase(const PageStorage& storage) noexcept;
-  /// For a child after fork: every page.
-  std::vector<PageStorage*> all() const;
+  void insert(const Key* key, Value& value);
+  void erase(const Key* key) noexcept;
+  /// For a child after fork: everything.
+  std::vector<Value*> all() const;
 
  private:
   struct Entry {
-    std::atomic<const c10::StorageImpl*> key{nullptr};
-    std::atomic<PageStorage*> value{nullptr};  // null: erased, the place is kept
+    std::atomic<const Key*> key{nullptr};
+    std::atomic<Value*> value{nullptr};  // null: erased, the place is kept
   };
   struct Table {
     explicit Table(std::size_t size) : mask(size - 1), entries(size) {}
@@ -53,11 +57,11 @@ class StorageTable {
     std::vector<Entry> entries;
   };
 
-  static std::size_t slot(const c10::StorageImpl* storage) noexcept {
+  static std::size_t slot(const Key* key) noexcept {
     // Addresses are multiples of 16, and neighbours are common.
-    return (reinterpret_cast<std::size_t>(storage) >> 4) * 0x9E3779B97F4A7C15U >> 20;
+    return (reinterpret_cast<std::size_t>(key) >> 4) * 0x9E3779B97F4A7C15U >> 20;
   }
-  static void put(Table& table, const c10::StorageImpl* key, PageStorage* value) noexcept;
+  static void put(Table& table, const Key* key, Value* value) noexcept;
   void grow();
 
   std::atomic<Table*> table_{nullptr};
@@ -66,5 +70,10 @@ class StorageTable {
   std::vector<std::unique_ptr<Table>> tables_;  // guarded by mutex_; the last one is current
   std::size_t taken_ = 0;                       // guarded by mutex_: places used, erased ones too
 };
+
+/// Which storages are pages.
+using StorageTable = ObjectTable<c10::StorageImpl, PageStorage>;
+/// Which tensors are parameters that are trained: one whose storage is no page was given another.
+using ParameterTable = ObjectTable<c10::TensorImpl, AttachedParameter>;
 
 }  // namespace pagoda::torch

@@ -31,7 +31,7 @@ TEST(Flags, AreRead) {
   EXPECT_EQ(flags->seed, 5U);
   EXPECT_EQ(flags->sample, 0);
   EXPECT_EQ(flags->text, "x");
-  EXPECT_FALSE(parse({})->device_budget);
+  EXPECT_EQ(parse({})->device_budget, 10_MiB);
 }
 
 TEST(Flags, NonsenseIsOneClearLine) {
@@ -41,6 +41,7 @@ TEST(Flags, NonsenseIsOneClearLine) {
                                                     {"--batch", "-1"},
                                                     {"--seconds", "0"},
                                                     {"--host-budget", "3XB"},
+                                                    {"--device-budget", "0"},
                                                     {"--dir", "/nowhere/"},
                                                     {"--sequence"},
                                                     {"--bogus"},

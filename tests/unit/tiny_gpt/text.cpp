@@ -93,6 +93,13 @@ TEST_F(TextTest, TheShortestTextThatWorks) {
   EXPECT_THROW(text.batch(1, 4, 1), pagoda::UserError);
 }
 
+TEST(Indented, MovesEveryLineAndCutsLongOnes) {
+  EXPECT_EQ(indented("ab\n\ncd"), "  ab\n\n  cd\n");
+  EXPECT_EQ(indented(std::string(78, 'x')), "  " + std::string(77, 'x') + "\n  x\n");
+  EXPECT_EQ(indented(std::string(77, 'x') + "\ny"), "  " + std::string(77, 'x') + "\n  y\n");
+  EXPECT_EQ(indented(""), "");
+}
+
 TEST(Printable, NothingReachesTheTerminal) {
   EXPECT_EQ(printable("a\tb\n\x1b[2J\xff~"), "a\tb\n?[2J?~");
 }
