@@ -160,14 +160,9 @@ std::unique_ptr<at::ObserverContext> operator_starts(const at::RecordFunction& f
   const auto inputs = function.inputs();
   if (!touches_pages(inputs)) return nullptr;
   const OperatorTraits& traits = operator_traits(function);
-<<<<<<< HEAD
   if (traits.needs_no_data && !(traits.reads_pointers_on_gpu && touches_a_gpu(inputs))) {
     return nullptr;
   }
-  const at::RecordFunctionGuard no_recursion(false);
-=======
-  if (traits.needs_no_data) return nullptr;
->>>>>>> demo
   auto context = std::make_unique<OperatorContext>();
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     look(inputs[i], traits.writes_argument(i), context->held);
