@@ -89,7 +89,7 @@ TEST(Refusals, AnOperatorThatIsTooLargeNamesItsPagesAndTheEngineStops) {
   const TooLarge said = too_large_operator();
   EXPECT_THAT(said.by_operator, AllOf(HasSubstr("first.weight (75 KiB)"),
                                       HasSubstr("second.weight (75 KiB)"), HasSubstr("120 KiB")));
-  EXPECT_EQ(said.by_engine, said.by_operator);
+  EXPECT_THAT(said.by_operator, HasSubstr(said.by_engine));
 }
 
 TEST(RawPointers, ThrowTheNameOfAnAbsentPage) {

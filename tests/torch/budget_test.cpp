@@ -106,7 +106,7 @@ TEST(Budgets, TooSmallADeviceIsSaidAtAttach) {
   small.parameters = pagoda::Placement::Device;
   small.device_budget = 300_KiB - 60_KiB;
   EXPECT_THAT(refusal_of(small),
-              AllOf(HasSubstr("parameters on the device"), HasSubstr("device_budget")));
+              AllOf(HasSubstr("parameters 152.72 KiB (device)"), HasSubstr("raise device_budget to")));
 }
 
 TEST(Budgets, ADeviceSmallerThanAParameterIsSaid) {

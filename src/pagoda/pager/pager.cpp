@@ -290,10 +290,12 @@ void Pager::touch(std::span<const Access> accesses, std::uint8_t mode, device::S
 
 /// The operator runs on this thread: it must wait for copies still under way.
 void Pager::await_copies(std::span<const Access> accesses) {
-  if (tiers_.device()->kind() == device::DeviceKind::Host) return;
+  const bool checked = tiers_.device()->checker() != nullptr;  // it has to see every wait
+  if (tiers_.device()->kind() == device::DeviceKind::Host && !checked) return;
   if (options_.dropped_wait == DroppedWait::Ready) return;
   for (const Access& access : accesses) {
-    if (access.page->ready.event == nullptr || access.page->ready.event->done()) continue;
+    if (access.page->ready.event == nullptr) continue;
+    if (access.page->ready.event->done() && !checked) continue;
     const Stopwatch watch;
     {
       PAGODA_TRACE("pager", "wait for copy", {"page", access.page->name});
