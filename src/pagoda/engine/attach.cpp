@@ -22,53 +22,76 @@ using pager::Tier;
 /// Bytes of one state, and where they may go.
 struct Need {
   std::string_view state;
-  Bytes bytes;
   PagerPlacement placement;
+  Bytes bytes = 0;
+  Bytes blocks = 0;  // the same on NVMe, in whole blocks
+
+  void add(Bytes page) {
+    bytes += page;
+    blocks += align_up(page, pager::Tiers::kNvmeBlock);
+  }
 };
 
+/// What a tier may hold, and what of it is free.
+struct Room {
+  Bytes limit = 0;
+  Bytes free = 0;
+};
+
+/// A budget that is enough, so that it reads well.
+std::string enough(const Room& room, Bytes missing) {
+  return format_bytes(align_up(room.limit + missing, pager::Tiers::kNvmeBlock));
+}
+
 /// Fills the tiers from the top, as allocation will; throws where something stays over.
-void fit(const std::vector<Need>& needs, Bytes device, Bytes host, Bytes nvme, bool has_nvme) {
-  const Bytes device_budget = device;
-  const Bytes host_budget = host;
-  const Bytes nvme_budget = nvme;
+void fit(const std::vector<Need>& needs, const Room& device, const Room& host, const Room& nvme,
+         bool has_nvme) {
+  Bytes device_free = device.free;
+  Bytes host_free = host.free;
+  Bytes nvme_free = nvme.free;
   std::string list;
+  Bytes missing = 0;
   Bytes missing_device = 0;
-  Bytes missing_host = 0;
-  Bytes missing_nvme = 0;
+  bool host_helps = false;
   for (const Need& need : needs) {
     list += fmt::format("{}{} {} ({})", list.empty() ? "" : ", ", need.state,
                         format_bytes(need.bytes), pager::name(need.placement));
     Bytes rest = need.bytes;
     if (need.placement == PagerPlacement::Device) {
-      const Bytes here = std::min(rest, device);
-      device -= here;
+      const Bytes here = std::min(rest, device_free);
+      device_free -= here;
       missing_device += rest - here;
       continue;
     }
     if (need.placement != PagerPlacement::Nvme) {
-      const Bytes here = std::min(rest, host);
-      host -= here;
+      const Bytes here = std::min(rest, host_free);
+      host_free -= here;
       rest -= here;
     }
-    const Bytes there = has_nvme ? std::min(rest, nvme) : 0;
-    nvme -= there;
+    if (has_nvme && rest > 0) rest += need.blocks - need.bytes;
+    const Bytes there = has_nvme ? std::min(rest, nvme_free) : 0;
+    nvme_free -= there;
     rest -= there;
-    (has_nvme ? missing_nvme : missing_host) += rest;
+    missing += rest;
+    host_helps = host_helps || (rest > 0 && need.placement != PagerPlacement::Nvme);
   }
-  if (missing_device == 0 && missing_host == 0 && missing_nvme == 0) return;
-  const std::string help =
-      missing_device > 0
-          ? fmt::format("raise device_budget by {} or place some of them on the host",
-                        format_bytes(missing_device))
-      : missing_host > 0
-          ? fmt::format("raise host_budget to {} or set nvme to a directory",
-                        format_bytes(host_budget + missing_host))
-          : fmt::format("raise nvme_budget to {} or host_budget by {}",
-                        format_bytes(nvme_budget + missing_nvme), format_bytes(missing_nvme));
+  if (missing == 0 && missing_device == 0) return;
+  std::string help;
+  const auto advise = [&](std::string advice) {
+    help += fmt::format("{}{}", help.empty() ? "" : " or ", advice);
+  };
+  if (missing_device > 0) {
+    advise(fmt::format("raise device_budget by {}", format_bytes(missing_device)));
+    advise("place some of them on the host");
+  } else {
+    if (has_nvme) advise(fmt::format("raise nvme_budget to {}", enough(nvme, missing)));
+    if (host_helps) advise(fmt::format("raise host_budget to {}", enough(host, missing)));
+    if (!has_nvme) advise("set nvme to a directory");
+  }
   throw UserError(fmt::format(
       "the model's states do not fit: {}; free are {} on the device, {} on the host{}; {}", list,
-      format_bytes(device_budget), format_bytes(host_budget),
-      has_nvme ? fmt::format(" and {} on NVMe", format_bytes(nvme_budget)) : "", help));
+      format_bytes(device.free), format_bytes(host.free),
+      has_nvme ? fmt::format(" and {} on NVMe", format_bytes(nvme.free)) : "", help));
 }
 
 }  // namespace
@@ -145,28 +168,29 @@ void Runtime::detach() {
 
 /// Law 2: a plan that cannot fit fails before step 1 and says what would make it fit.
 void Runtime::check_fit(const std::vector<Page*>& pages) {
-  Bytes parameters = 0;
-  Bytes held_host = 0;  // homes that pages have now and that count as free
+  Need parameters{"parameters", pager_placement(config_.parameters)};
+  Need gradients{"gradients", pager_placement(config_.gradients)};
+  Need states{"optimizer", pager_placement(config_.optimizer)};
+  Bytes held = 0;  // homes that pages have now and that count as free
   Bytes held_nvme = 0;
   const Page* largest = nullptr;
   for (const Page* page : pages) {
     const Range range = config_.zero == 3 ? pager_->slice_of(*page) : Range{0, page->elements};
-    parameters += range.size() * page->element_size;
-    if (page->home.tier() == Tier::Host) held_host += page->home.size();
-    if (page->home.tier() == Tier::Nvme) held_nvme += page->home.size();
+    parameters.add(range.size() * page->element_size);
+    if (page->home.tier() == Tier::Host) held += page->home.size();
+    if (page->home.tier() == Tier::Nvme)
+      held_nvme += align_up(page->home.size(), pager::Tiers::kNvmeBlock);
     if (largest == nullptr || page->bytes() > largest->bytes()) largest = page;
   }
-  Bytes gradients = 0;
-  Bytes states = 0;
   for (const auto& page : trained_) {
-    gradients += page->gradient_bytes();
+    gradients.add(page->gradient_bytes());
     const Optimizer& rule = groups_[page->parameters[0].group];
     for (const optim::TrainedParameter& parameter : page->parameters) {
       PAGODA_REQUIRE_EQ(groups_[parameter.group].index(), rule.index(),
                         "parameters that share the storage '{}' need one kind of optimizer",
                         page->page->name);
     }
-    states += updater_->layout(*page, rule).bytes(page->updated.size());
+    states.add(updater_->layout(*page, rule).bytes(page->updated.size()));
     PAGODA_REQUIRE_LE(page->page->bytes(), tiers_->gradient_staging(),
                       "the gradient of '{}' ({}) does not fit into the part of the device budget "
                       "that gradients may take ({}); raise device_budget or gradient_staging",
@@ -180,11 +204,10 @@ void Runtime::check_fit(const std::vector<Page*>& pages) {
         "device_budget",
         largest->name, format_bytes(largest->bytes()), format_bytes(arena.capacity)));
   }
-  fit({{"parameters", parameters, pager_placement(config_.parameters)},
-       {"gradients", gradients, pager_placement(config_.gradients)},
-       {"optimizer", states, pager_placement(config_.optimizer)}},
-      arena.capacity, tiers_->budget(Tier::Host).available() + held_host,
-      tiers_->budget(Tier::Nvme).available() + held_nvme, tiers_->swap() != nullptr);
+  fit({parameters, gradients, states}, {arena.capacity, arena.capacity},
+      {tiers_->budget(Tier::Host).limit(), tiers_->budget(Tier::Host).available() + held},
+      {tiers_->budget(Tier::Nvme).limit(), tiers_->budget(Tier::Nvme).available() + held_nvme},
+      tiers_->swap() != nullptr);
 }
 
 void Runtime::check_equal_on_all_ranks(const std::vector<Page*>& pages) {

@@ -86,6 +86,7 @@ pager::Tiers::Options tiers_options(const Config& config,
   if (!config.nvme.empty()) {
     options.swap.capacity =
         config.nvme_budget != 0 ? config.nvme_budget : free_space(config.nvme) / 2;
+    options.swap.capacity -= options.swap.capacity % pager::Tiers::kNvmeBlock;
   }
   options.swap.checksums = config.checksums;
   options.swap.direct = config.direct;

@@ -43,6 +43,9 @@ class Tiers {
     io::SwapOptions swap;
   };
 
+  /// What lies on NVMe takes whole blocks.
+  static constexpr Bytes kNvmeBlock = 4_KiB;
+
   explicit Tiers(Options options);
   Tiers(const Tiers&) = delete;
   Tiers& operator=(const Tiers&) = delete;

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstring>
 #include <exception>
 #include <mutex>
@@ -202,6 +203,8 @@ class Rank {
     runtime_.attach(pages_, std::move(trained), {r.optimizer});
   }
 
+  Runtime& runtime() { return runtime_; }
+
   void train() {
     for (int step = 0; step < r_.steps; ++step) {
       write(step);
@@ -238,7 +241,7 @@ class Rank {
           const std::size_t p = (i + thread * 2) % pages_.size();
           const std::size_t q = (p + 1) % pages_.size();
           std::vector<Access> accesses = {{pages_[p], false}};
-          if (i % 2 == 1 && q != p) accesses.push_back({pages_[q], false});
+          if (i % 2 == 1 && q > p) accesses.push_back({pages_[q], false});
           look(step, accesses);
         }
       } catch (...) {
@@ -297,15 +300,20 @@ class Rank {
 }  // namespace
 
 void rehearse(const Rehearsal& rehearsal) {
+  rehearse(rehearsal, comm::make_thread_worlds(rehearsal.ranks), {});
+}
+
+void rehearse(const Rehearsal& rehearsal, const Worlds& worlds, const AtEnd& at_end) {
   const auto right = expected(rehearsal);
-  const auto worlds = comm::make_thread_worlds(rehearsal.ranks);
   std::vector<std::exception_ptr> errors(worlds.size());
   {
     std::vector<std::jthread> threads;
     for (std::size_t i = 0; i < worlds.size(); ++i) {
       threads.emplace_back([&, i] {
         try {
-          Rank(rehearsal, worlds[i], right).train();
+          Rank rank(rehearsal, worlds[i], right);
+          rank.train();
+          if (at_end) at_end(static_cast<int>(i), rank.runtime());
         } catch (...) {
           errors[i] = std::current_exception();
         }

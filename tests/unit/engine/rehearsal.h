@@ -3,10 +3,13 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <string>
+#include <functional>
+#include <memory>
 #include <vector>
 
+#include "pagoda/comm/world.h"
 #include "pagoda/engine/config.h"
+#include "pagoda/engine/runtime.h"
 #include "pagoda/kernels/element.h"
 #include "pagoda/optim/optimizer.h"
 
@@ -28,7 +31,12 @@ struct Rehearsal {
   std::vector<std::uint64_t> pages = {300, 5000, 9000, 20000, 4096, 1};
 };
 
+using Worlds = std::vector<std::shared_ptr<comm::World>>;
+/// Told at a rank's end, with nothing owed and the runtime still there; on that rank's thread.
+using AtEnd = std::function<void(int rank, Runtime& runtime)>;
+
 /// Runs every rank on a thread of its own; throws at the first byte that is not as it should be.
 void rehearse(const Rehearsal& rehearsal);
+void rehearse(const Rehearsal& rehearsal, const Worlds& worlds, const AtEnd& at_end);
 
 }  // namespace pagoda::engine
