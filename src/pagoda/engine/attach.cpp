@@ -50,8 +50,8 @@ void fit(const std::vector<Need>& needs, const Room& device, const Room& host, c
   Bytes host_free = host.free;
   Bytes nvme_free = nvme.free;
   std::string list;
-  Bytes missing_device = 0;
   Bytes missing = 0;
+  Bytes missing_device = 0;
   bool host_helps = false;
   for (const Need& need : needs) {
     list += fmt::format("{}{} {} ({})", list.empty() ? "" : ", ", need.state,
@@ -75,19 +75,19 @@ void fit(const std::vector<Need>& needs, const Room& device, const Room& host, c
     missing += rest;
     host_helps = host_helps || (rest > 0 && need.placement != PagerPlacement::Nvme);
   }
-  if (missing_device == 0 && missing == 0) return;
+  if (missing == 0 && missing_device == 0) return;
   std::string help;
+  const auto advise = [&](std::string advice) {
+    help += fmt::format("{}{}", help.empty() ? "" : " or ", advice);
+  };
   if (missing_device > 0) {
-    help = fmt::format("raise device_budget to {} or place some of them on the host",
-                       enough(device, missing_device));
-    if (missing > 0) help += "; ";
+    advise(fmt::format("raise device_budget by {}", format_bytes(missing_device)));
+    advise("place some of them on the host");
+  } else {
+    if (has_nvme) advise(fmt::format("raise nvme_budget to {}", enough(nvme, missing)));
+    if (host_helps) advise(fmt::format("raise host_budget to {}", enough(host, missing)));
+    if (!has_nvme) advise("set nvme to a directory");
   }
-  if (has_nvme && missing > 0)
-    help += fmt::format("raise nvme_budget to {}", enough(nvme, missing));
-  if (host_helps) {
-    help += fmt::format("{}raise host_budget to {}", has_nvme ? " or " : "", enough(host, missing));
-  }
-  if (!has_nvme && missing > 0) help += " or set nvme to a directory";
   throw UserError(fmt::format(
       "the model's states do not fit: {}; free are {} on the device, {} on the host{}; {}", list,
       format_bytes(device.free), format_bytes(host.free),
@@ -204,7 +204,7 @@ void Runtime::check_fit(const std::vector<Page*>& pages) {
         "device_budget",
         largest->name, format_bytes(largest->bytes()), format_bytes(arena.capacity)));
   }
-  fit({parameters, gradients, states}, {tiers_->budget(Tier::Device).limit(), arena.capacity},
+  fit({parameters, gradients, states}, {arena.capacity, arena.capacity},
       {tiers_->budget(Tier::Host).limit(), tiers_->budget(Tier::Host).available() + held},
       {tiers_->budget(Tier::Nvme).limit(), tiers_->budget(Tier::Nvme).available() + held_nvme},
       tiers_->swap() != nullptr);
