@@ -131,6 +131,11 @@ Page& Pager::adopt(std::string name, std::uint64_t elements, Bytes element_size,
 
 void Pager::set_binding(Page& page, Binding* binding) {
   const Lock lock(mutex_);
+  if (binding != nullptr) {  // whatever storage it had before: the page lives
+    const std::lock_guard graves(graveyard_mutex_);
+    std::erase(graveyard_, &page);
+    page.dead = false;
+  }
   page.binding = binding;
   unbind(page, lock);
 }
@@ -290,12 +295,10 @@ void Pager::touch(std::span<const Access> accesses, std::uint8_t mode, device::S
 
 /// The operator runs on this thread: it must wait for copies still under way.
 void Pager::await_copies(std::span<const Access> accesses) {
-  const bool checked = tiers_.device()->checker() != nullptr;  // it has to see every wait
-  if (tiers_.device()->kind() == device::DeviceKind::Host && !checked) return;
+  if (copies_at_once()) return;
   if (options_.dropped_wait == DroppedWait::Ready) return;
   for (const Access& access : accesses) {
-    if (access.page->ready.event == nullptr) continue;
-    if (access.page->ready.event->done() && !checked) continue;
+    if (access.page->ready.event == nullptr || access.page->ready.event->done()) continue;
     const Stopwatch watch;
     {
       PAGODA_TRACE("pager", "wait for copy", {"page", access.page->name});

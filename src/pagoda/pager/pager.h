@@ -172,6 +172,11 @@ class Pager {
   void bury(const Lock& lock);
   void unbind(Page& page, const Lock& lock);
   void unpin_all(std::span<const Access> accesses, const Lock& lock) noexcept;
+  /// A copy is over when it has been issued, and nobody needs to be told of waits.
+  bool copies_at_once() const noexcept {
+    return tiers_.device()->kind() == device::DeviceKind::Host &&
+           tiers_.device()->checker() == nullptr;
+  }
   void await_copies(std::span<const Access> accesses);
   void tell_checker(std::span<const Access> accesses, device::Stream* consumer) const;
   [[noreturn]] void too_large(std::span<const Access> accesses) const;

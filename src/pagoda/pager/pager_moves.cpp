@@ -53,7 +53,7 @@ void Pager::fetch(Page& page) {
   } catch (...) {
     error = std::current_exception();
   }
-  const bool in_order_at_once = tiers_.device()->kind() == device::DeviceKind::Host;
+  const bool in_order_at_once = copies_at_once();
   const Bytes bytes = page.bytes();
   {
     const Lock lock(mutex_);
