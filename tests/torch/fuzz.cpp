@@ -177,8 +177,12 @@ std::string fuzz(std::uint64_t seed) {
       }
       engine.step();
     }
-    if (parameter_bits(*model) != parameter_bits(plain)) {
-      return fmt::format("parameters differ ({})", config.to_json());
+    const std::vector<Bits> expected = parameter_bits(plain);
+    const std::vector<Bits> got = parameter_bits(*model);
+    for (std::size_t i = 0; i < expected.size(); ++i) {
+      if (got[i] == expected[i]) continue;
+      return fmt::format("parameter '{}' of {} differs ({})", expected[i].name, expected.size(),
+                         config.to_json());
     }
   } catch (const std::exception& error) {
     const std::string text = error.what();

@@ -119,6 +119,7 @@ class PlainAdamW {
       for (std::size_t i = 0; i < is.size(); ++i) {
         if (std::memcmp(&was[i], &is[i], sizeof(float)) != 0) state.master[i] = is[i];
       }
+      state.before = state.tensor.detach().clone();
     }
   }
 

@@ -369,7 +369,8 @@ StepResult Runtime::step_together(bool leaving, bool& all_leaving,
     publish_writes(wrote);
     // What user code has written is not in the homes yet, and the updates start from those.
     for (Page* page : pager_->pages()) {
-      if (page != nullptr && page->whole_home() && page->dirty) pager_->write_back(*page);
+      if (page == nullptr || !page->whole_home()) continue;
+      if (page->dirty || page->own_copy) pager_->publish(*page);
     }
 
     StepResult result;

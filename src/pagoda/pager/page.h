@@ -50,8 +50,8 @@ struct Page {
   /// The bytes when the page is not on the device: all of it, or this rank's slice.
   Home home;
   Range home_range;
-  /// The whole page as this rank's user code has written it, while `home` still has the slice that
-  /// other ranks may read; until the ranks next agree (Pager::publish()).
+  /// The whole page as this rank's user code has written it, while `home` still has what the last
+  /// update left, for other ranks and for masters to compare with; until Pager::publish().
   Home own_copy;
   /// Home and resident copy are one: the page lives on the device and never leaves.
   bool fixed = false;

@@ -106,8 +106,8 @@ class Pager {
   void write_back_all();
   /// Takes the page off the device; false if somebody has it pinned. Waits for a write-back.
   bool evict(Page& page);
-  /// What user code has written to a sliced page becomes what other ranks see. True if there was
-  /// something. The ranks are between two steps.
+  /// What user code has written becomes what home has: other ranks see it, and masters follow. True
+  /// if there was something. The ranks are between two steps.
   bool publish(Page& page);
   /// Keeps the slice of this rank, or all of it, as the page's home.
   void set_home_range(Page& page, Range range, Placement placement);

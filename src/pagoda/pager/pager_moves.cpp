@@ -297,11 +297,14 @@ void Pager::write_back(Page& page, Lock& lock) {
   if (error != nullptr) std::rethrow_exception(error);
 }
 
-/// Copies the whole page from device memory to its home, or, where that is a slice which others may
-/// be reading, to a copy of this rank's own. Holds write_mutex_, not mutex_.
+/// Copies the whole page from device memory to its home, or to a copy of this rank's own: where
+/// home is a slice which others may be reading, and where masters will follow at the step. (They
+/// compare with what the last update left; an eviction in between must not count.) Holds
+/// write_mutex_, not mutex_.
 void Pager::store(Page& page, const std::byte* from) {
   Home* target = &page.home;
-  if (!page.whole_home()) {
+  const bool has_master = page.attached && debts_ != nullptr && page.element_size == 2;
+  if (!page.whole_home() || has_master) {
     if (!page.own_copy) {
       const Placement as_home = page.home.tier() == Tier::Nvme ? Placement::Nvme : Placement::Host;
       Home copy = tiers_.allocate(page.bytes(), as_home, tag::kParameters, page.name);
@@ -310,7 +313,6 @@ void Pager::store(Page& page, const std::byte* from) {
     }
     target = &page.own_copy;
   }
-  const Range slice = slice_of(page);
   const Bytes half = options_.staging / 2 / page.element_size * page.element_size;
   std::byte* after = write_staging_.data();
   for (Bytes done = 0; done < page.bytes();) {
@@ -318,10 +320,6 @@ void Pager::store(Page& page, const std::byte* from) {
     write_stream_->copy_async(after, from + done, piece, device::Direction::DeviceToHost,
                               page.name);
     write_stream_->synchronize();
-    if (target == &page.home) {
-      const Range written{done / page.element_size, (done + piece) / page.element_size};
-      tell_overwritten(page, slice, written, after);
-    }
     tiers_.write(*target, done, {after, piece});
     done += piece;
   }
