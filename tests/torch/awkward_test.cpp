@@ -118,9 +118,11 @@ TEST(Lifetimes, ALateParameterStaysPlain) {
   EXPECT_EQ(late_parameter_stays_plain(), "");
 }
 
-TEST(Lifetimes, AStorageExchangedAfterAttachIsRefused) {
-  EXPECT_THAT(exchanged_storage_after_attach(),
-              AllOf(HasSubstr("'first.weight'"), HasSubstr("exchanged")));
+TEST(Lifetimes, AStorageExchangedAfterAttachIsPagedAnew) {
+  EXPECT_EQ(exchanged_storage_after_attach(1), "");
+  EXPECT_EQ(exchanged_storage_after_attach(2), "");
+  EXPECT_THAT(exchanged_storage_of_another_type(),
+              AllOf(HasSubstr("'first.weight'"), HasSubstr("another size, type or device")));
 }
 
 }  // namespace

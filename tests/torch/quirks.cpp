@@ -583,14 +583,25 @@ std::string model_dropped_first() {
              : "it threw";
 }
 
-std::string exchanged_storage_after_attach() {
+std::string exchanged_storage_after_attach(int ranks) {
+  use_one_torch_thread();
+  const Setting setting{small_config(), ranks, Dtype::BF16};
+  Habit habit;
+  habit.before_step = [](Toy& model, int step) {
+    if (step == 1) model.first->weight.set_data(model.first->weight.detach() * 2);
+    if (step == 2) model.first->bias.set_data(model.first->bias.detach() + 1);
+  };
+  return compare(setting, habit);
+}
+
+std::string exchanged_storage_of_another_type() {
   return said([] {
     Engine engine(small_config());
     const auto model = engine.build([] { return std::make_shared<Toy>(at::kFloat); });
     engine.attach(*model, kRule);
     engine.backward(model->loss(1));
     engine.step();
-    model->first->weight.set_data(model->first->weight.detach() * 2);
+    model->to(at::kBFloat16);
     engine.backward(model->loss(2));
     engine.step();
   });

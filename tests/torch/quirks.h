@@ -34,7 +34,7 @@ std::string refusal_of_overlap();
 std::string refusal_of_sparse_gradients();
 std::string refusal_of_two_models();
 std::string refusal_of_other_values(int rank);
-std::string exchanged_storage_after_attach();
+std::string exchanged_storage_of_another_type();
 /// At attach, with this configuration.
 std::string refusal_of(const pagoda::Config& config);
 
@@ -56,5 +56,6 @@ std::string two_engines_at_once();
 std::string engines_one_after_another();
 std::string model_dropped_first();
 std::string late_parameter_stays_plain();
+std::string exchanged_storage_after_attach(int ranks);
 
 }  // namespace zoo

@@ -131,6 +131,11 @@ Page& Pager::adopt(std::string name, std::uint64_t elements, Bytes element_size,
 
 void Pager::set_binding(Page& page, Binding* binding) {
   const Lock lock(mutex_);
+  if (binding != nullptr) {  // whatever storage it had before: the page lives
+    const std::lock_guard graves(graveyard_mutex_);
+    std::erase(graveyard_, &page);
+    page.dead = false;
+  }
   page.binding = binding;
   unbind(page, lock);
 }

@@ -253,6 +253,7 @@ std::vector<optim::Segment> Engine::Impl::segments_of(const at::Tensor& tensor,
 
 void Engine::Impl::attach(::torch::nn::Module& model, std::vector<ParameterGroup> groups) {
   runtime_->check();
+  PAGODA_REQUIRE(parameters_.empty(), "a model is attached already: release() it first");
   PAGODA_REQUIRE(!groups.empty(), "there is no optimizer");
   const bool one_for_all = groups.size() == 1 && groups[0].parameters.empty();
   std::unordered_map<const c10::TensorImpl*, std::uint32_t> group_of;
@@ -326,6 +327,13 @@ void Engine::Impl::attach(::torch::nn::Module& model, std::vector<ParameterGroup
           trained[i].first, [this, i](const at::Tensor& tensor) { gradient_ready(i, tensor); });
     }
   } catch (...) {
+    for (const Parameter& parameter : parameters_) {
+      if (parameter.key == nullptr) continue;
+      torch::ParameterTable::instance().erase(parameter.key);
+      if (auto alive = parameter.tensor.lock()) {
+        torch::remove_gradient_hook(at::Tensor(std::move(alive)));
+      }
+    }
     parameters_.clear();
     of_page_.clear();
     throw;
