@@ -67,7 +67,9 @@ void Pager::fetch(Page& page) {
       --stats_.evictions;
       page.fetch_error = std::move(error);
     } else {
-      page.ready = in_order_at_once ? device::Mark{} : ready;
+      // Nothing to wait for on the host, but the checker has to see the order.
+      const bool waited_for = !in_order_at_once || tiers_.device()->checker() != nullptr;
+      page.ready = waited_for ? ready : device::Mark{};
       if (foresight_ != nullptr && in_order_at_once) foresight_->fetched(bytes, watch.seconds());
     }
     if (in_order_at_once) lane.busy = false;
