@@ -84,18 +84,18 @@ constexpr Bytes kPageBytes = 2_MiB;
 constexpr double kLink = 1e9;  // bytes a second, each way
 constexpr std::size_t kWarmSteps = 3;
 
-std::shared_ptr<device::Device> paced_device() {
+device::emulated::Options paced_device() {
   device::emulated::Options options;
   options.host_to_device.bytes_per_second = kLink;
   options.device_to_host.bytes_per_second = kLink;
   options.checker = nullptr;
-  return device::emulated::make_device(options);
+  return options;
 }
 
 Config step_config(bool paged) {
   Config config;
   config.device = "emulated";
-  config.made_device = paced_device();
+  config.emulated = std::make_shared<device::emulated::Options>(paced_device());
   config.device_budget = paged ? kPages * kPageBytes / 4 : 2 * kPages * kPageBytes;
   config.gradient_staging = 2 * kPageBytes;
   config.parameters = paged ? Placement::Host : Placement::Device;
@@ -126,7 +126,7 @@ double pure_compute(Nanos forward, Nanos backward) {
 /// The copies of one step and nothing else: every page in twice, every gradient out, both ways at
 /// once.
 double pure_transfer() {
-  const auto device = paced_device();
+  const auto device = device::emulated::make_device(paced_device());
   const auto in = device->make_stream({.name = "in"});
   const auto out = device->make_stream({.name = "out"});
   const auto there = device->allocate(device::MemoryKind::Device, 2 * kPageBytes);

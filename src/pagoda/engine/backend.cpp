@@ -38,7 +38,6 @@ Bytes free_space(const std::vector<std::string>& directories) {
 }  // namespace
 
 std::shared_ptr<device::Device> make_device(const Config& config) {
-  if (config.made_device != nullptr) return config.made_device;
   if (config.device == "emulated") {
     device::emulated::Options options;
     if (config.emulated != nullptr) options = *config.emulated;
@@ -71,7 +70,7 @@ pager::Placement pager_placement(Placement placement) {
 }
 
 pager::Tiers::Options tiers_options(const Config& config,
-                                    const std::shared_ptr<device::Device>& device, int /*ranks*/) {
+                                    const std::shared_ptr<device::Device>& device) {
   pager::Tiers::Options options;
   options.device = device;
   options.device_budget =

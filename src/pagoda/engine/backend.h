@@ -15,9 +15,8 @@ std::shared_ptr<device::Device> make_device(const Config& config);
 /// The configuration's word for a place, as the pager says it.
 pager::Placement pager_placement(Placement placement);
 
-/// Budgets and swap space of one of `ranks` ranks, with what the configuration leaves open filled
-/// in.
+/// Budgets and swap space of one rank, with what the configuration leaves open filled in.
 pager::Tiers::Options tiers_options(const Config& config,
-                                    const std::shared_ptr<device::Device>& device, int ranks);
+                                    const std::shared_ptr<device::Device>& device);
 
 }  // namespace pagoda::engine

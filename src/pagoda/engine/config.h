@@ -15,9 +15,6 @@
 #include "pagoda/io/swap_file.h"
 #include "pagoda/pager/dropped_wait.h"
 
-namespace pagoda::device {
-class Device;
-}
 namespace pagoda::io {
 class FaultPlan;
 }
@@ -88,9 +85,8 @@ struct Config {
 
   /// For tests: what shall go wrong below the swap space. Not a key.
   std::shared_ptr<io::FaultPlan> faults;
-  /// For tests and benches: the device itself, in place of the one that `device` names. Not a key.
-  std::shared_ptr<device::Device> made_device;
-  /// For tests: what an emulated device is like. Not a key; null: as fast as this machine.
+  /// For tests and benches: what an emulated device is like. Not a key; null: as fast as this
+  /// machine.
   std::shared_ptr<const device::emulated::Options> emulated;
   /// For tests: a wait to be left out. Not a key.
   pager::DroppedWait dropped_wait = pager::DroppedWait::None;

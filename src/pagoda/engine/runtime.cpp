@@ -85,7 +85,7 @@ Runtime::Runtime(const Config& config, std::shared_ptr<comm::World> world)
     : config_(config), world_(std::move(world)), scale_(loss_scale_options(config)) {
   config_.validate();
   device_ = make_device(config_);
-  tiers_ = std::make_unique<pager::Tiers>(tiers_options(config_, device_, world_->size()));
+  tiers_ = std::make_unique<pager::Tiers>(tiers_options(config_, device_));
   pager::Pager::Options pages;
   pages.fetch_threads = config_.fetch_threads;
   pages.staging = config_.staging;
@@ -133,7 +133,6 @@ Runtime::Runtime(const Config& config, std::shared_ptr<comm::World> world)
     pager_->set_remote(remote_.get());
     completers_ = std::make_unique<ThreadPool>(2, "complete");
     updater_->set_callbacks(
-        {},
         [this](TrainedPage& page, std::uint64_t version) { return part_updated(page, version); },
         [this](Page& page) { await_served(page); });
     comm::Watch::Options watch;
@@ -350,9 +349,7 @@ StepResult Runtime::step_together(bool leaving, bool& all_leaving,
 
     std::vector<TrainedPage*> pages;
     for (const auto& page : trained_) {
-      const bool used = std::any_of(page->parameters.begin(), page->parameters.end(),
-                                    [](const auto& parameter) { return parameter.filled; });
-      if (used) pages.push_back(page.get());
+      if (page->filled()) pages.push_back(page.get());
     }
     bool wrote = false;
     for (Page* page : pager_->pages()) {
@@ -367,11 +364,6 @@ StepResult Runtime::step_together(bool leaving, bool& all_leaving,
       all_leaving = leaving;
     }
     publish_writes(wrote);
-    // What user code has written is not in the homes yet, and the updates start from those.
-    for (Page* page : pager_->pages()) {
-      if (page == nullptr || !page->whole_home()) continue;
-      if (page->dirty || page->own_copy) pager_->publish(*page);
-    }
 
     StepResult result;
     double factor = 1 / scale_.scale();
@@ -414,13 +406,14 @@ StepResult Runtime::step_together(bool leaving, bool& all_leaving,
   }
 }
 
-void Runtime::publish_writes(bool any_rank) {
-  if (!any_rank) return;
+/// What user code has written goes to the homes: updates start from those. `slices`: on some rank,
+/// to slices that others read.
+void Runtime::publish_writes(bool slices) {
   for (Page* page : pager_->pages()) {
-    if (page != nullptr && !page->whole_home()) pager_->publish(*page);
+    if (page != nullptr && (page->dirty || page->own_copy)) pager_->publish(*page);
   }
-  // Nobody may read a slice of these before everyone has published it.
-  if (!alone()) control_->barrier();
+  // Nobody may read a slice before everyone has published it.
+  if (slices && !alone()) control_->barrier();
 }
 
 /// A violation on a thread that could not throw it is thrown here.
@@ -483,9 +476,7 @@ double Runtime::grad_norm() {
   try {
     reducer_->finish();
     for (const auto& page : trained_) {
-      const bool filled = std::any_of(page->parameters.begin(), page->parameters.end(),
-                                      [](const auto& parameter) { return parameter.filled; });
-      if (!filled || !page->squares.empty() || page->reduced.empty()) continue;
+      if (!page->filled() || !page->squares.empty() || page->reduced.empty()) continue;
       std::vector<float> values(page->reduced.size());
       gradients_->read(*page, page->reduced.begin, values);
       page->squares.resize(kernels::norm_blocks(values.size()));
@@ -587,8 +578,7 @@ void Runtime::complete(TrainedPage& trained, std::uint64_t version) {
   Page& page = *trained.page;
   PAGODA_TRACE("engine", "complete", {"page", page.name});
   const Bytes size = page.element_size;
-  const bool direct = page.home.tier() == Tier::Host ||
-                      (page.home.tier() == Tier::Device && tiers_->device_is_host());
+  const bool direct = tiers_->in_place(page.home);
   std::vector<comm::Pull> pulls;
   std::vector<std::byte> buffer;
   for (int rank = 0; rank < world_->size(); ++rank) {
@@ -616,12 +606,12 @@ void Runtime::complete(TrainedPage& trained, std::uint64_t version) {
 
 /// Another rank asks for bytes of this rank's slice.
 void Runtime::serve(const comm::PullRequest& request, comm::PullReply& reply) {
-  const std::vector<Page*> pages = pager_->pages();
-  if (request.key >= pages.size() || pages[request.key] == nullptr) {
+  Page* const found = pager_->find(static_cast<pager::PageId>(request.key));
+  if (found == nullptr) {
     reply.refuse(fmt::format("there is no page {}", request.key));
     return;
   }
-  Page& page = *pages[request.key];
+  Page& page = *found;
   reply.about_to_wait();
   updater_->settle_part(page, request.version);
   pager_->add_reader(page);
@@ -681,12 +671,11 @@ void Runtime::read_gradient(const Page& page, std::span<float> to) {
   check();
   const TrainedPage* trained = this->trained(page);
   PAGODA_REQUIRE(trained != nullptr, "page '{}' is not trained: it has no gradient", page.name);
+  reducer_->finish();
   if (alone()) {
-    reducer_->finish();
     gradients_->read(*trained, 0, to);
     return;
   }
-  reducer_->finish();
   std::fill(to.begin(), to.end(), 0.0F);
   if (!trained->reduced.empty()) {
     gradients_->read(*trained, trained->reduced.begin,

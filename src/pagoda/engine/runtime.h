@@ -120,7 +120,7 @@ class Runtime {
   std::exception_ptr root_cause(std::exception_ptr error) noexcept;
   std::string cause_key(int rank) const;
   void pulls_ended(const std::string& reason);
-  void publish_writes(bool any_rank);
+  void publish_writes(bool slices);
   std::vector<double> gather_squares();
   double total_norm(const std::vector<double>& squares) const;
   void gather_gradients(const std::vector<optim::TrainedPage*>& pages);

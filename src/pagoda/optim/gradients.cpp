@@ -71,28 +71,23 @@ void Gradients::add(TrainedPage& page, std::uint64_t begin, std::uint64_t count,
   PAGODA_TRACE("gradients", "add", {"page", page.page->name}, {"elements", count});
   const Bytes size = kernels::element_size(page.gradient_dtype);
   const Bytes home_begin = (begin - page.gradient_range.begin) * size;
-  const bool direct = page.gradient.tier() == pager::Tier::Host ||
-                      (page.gradient.tier() == pager::Tier::Device && tiers_.device_is_host());
-  if (direct) {
+  if (tiers_.in_place(page.gradient)) {
     add_piece(page, begin, count, ranks, present, page.gradient.data() + home_begin);
     return;
   }
-  const bool any_filled = std::any_of(page.parameters.begin(), page.parameters.end(),
-                                      [](const TrainedParameter& p) { return p.filled; });
   const std::uint64_t most = options_.staging / size / kBlock * kBlock;
   std::vector<const std::byte*> shifted(ranks.begin(), ranks.end());
   for (std::uint64_t done = 0; done < count;) {
     const std::uint64_t piece = std::min(most, count - done);
     const std::span buffer(staging_.data(), piece * size);
     try {
-      if (any_filled) tiers_.read(page.gradient, home_begin + done * size, buffer);
+      if (page.filled()) tiers_.read(page.gradient, home_begin + done * size, buffer);
       add_piece(page, begin + done, piece, shifted, present, buffer.data());
       tiers_.write(page.gradient, home_begin + done * size, buffer);
     } catch (Error& error) {
       error.add_context(context("page", page.page->name));
       throw;
     }
-    if (page.gradient.tier() == pager::Tier::Nvme) to_nvme_ += buffer.size();
     for (const std::byte*& rank : shifted) {
       if (rank != nullptr) rank += piece * kernels::element_size(page.dtype);
     }
@@ -104,10 +99,9 @@ void Gradients::add_piece(TrainedPage& page, std::uint64_t begin, std::uint64_t 
                           std::span<const std::byte* const> ranks, const std::vector<bool>& present,
                           std::byte* accumulator) {
   const Bytes size = kernels::element_size(page.gradient_dtype);
-  const bool any_filled = std::any_of(page.parameters.begin(), page.parameters.end(),
-                                      [](const TrainedParameter& p) { return p.filled; });
   // Elements between the parameters of a page, and parameters without a gradient, count as zero.
-  if (!any_filled && (page.segments.size() > 1 || page.segments[0].range.size() != page.elements()))
+  if (!page.filled() &&
+      (page.segments.size() > 1 || page.segments[0].range.size() != page.elements()))
     std::memset(accumulator, 0, count * size);
   for (const Segment& segment : page.segments) {
     const std::uint64_t first = std::max(begin, segment.range.begin);

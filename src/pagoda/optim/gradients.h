@@ -39,8 +39,6 @@ class Gradients {
 
   /// Reads elements of page.gradient_range as fp32; zeros where there is no gradient.
   void read(const TrainedPage& page, std::uint64_t begin, std::span<float> to);
-  /// The same as stored, for other ranks.
-  Bytes bytes_moved_to_nvme() const noexcept { return to_nvme_; }
 
  private:
   void add_piece(TrainedPage& page, std::uint64_t begin, std::uint64_t count,
@@ -51,7 +49,6 @@ class Gradients {
   ThreadPool& pool_;
   const Options options_;
   pager::HostBlock staging_;
-  Bytes to_nvme_ = 0;
 };
 
 }  // namespace pagoda::optim

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -49,6 +50,11 @@ struct TrainedPage {
   std::vector<double> squares;
 
   std::uint64_t elements() const noexcept { return page->elements; }
+  /// Whether any of its parameters has a gradient in this step.
+  bool filled() const noexcept {
+    return std::any_of(parameters.begin(), parameters.end(),
+                       [](const TrainedParameter& parameter) { return parameter.filled; });
+  }
   Bytes gradient_bytes() const noexcept {
     return gradient_range.size() * kernels::element_size(gradient_dtype);
   }

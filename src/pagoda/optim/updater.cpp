@@ -101,10 +101,9 @@ void Updater::stop() noexcept {
   if (thread_.joinable()) thread_.join();
 }
 
-void Updater::set_callbacks(Starting starting, Finished finished, Writing writing) {
+void Updater::set_callbacks(Finished finished, Writing writing) {
   const std::lock_guard lock(mutex_);
   before_write_ = std::move(writing);
-  starting_ = std::move(starting);
   finished_ = std::move(finished);
 }
 
@@ -277,8 +276,7 @@ void Updater::run() {
 }
 
 /// Gives free slots the next chunks and starts their reads.
-bool Updater::fill_slots(std::unique_lock<std::mutex>& lock) {
-  bool any = false;
+void Updater::fill_slots(std::unique_lock<std::mutex>& lock) {
   while (!free_.empty()) {
     if (current_ == nullptr) {
       if (queue_.empty()) break;
@@ -286,14 +284,11 @@ bool Updater::fill_slots(std::unique_lock<std::mutex>& lock) {
       queue_.pop_front();
       next_chunk_ = 0;
       current_->chunks_left = current_->layout.chunks(current_->page->updated.size());
-      const Starting starting = starting_;
-      lock.unlock();
-      if (starting) starting(*current_->page);
       if (current_->chunks_left == 0) {  // nothing of it is this rank's
-        page_done(*current_);
-        current_ = nullptr;
+        lock.unlock();
+        page_done(*std::exchange(current_, nullptr));
+        lock.lock();
       }
-      lock.lock();
       continue;
     }
     Slot& slot = *free_.front();
@@ -305,9 +300,7 @@ bool Updater::fill_slots(std::unique_lock<std::mutex>& lock) {
     free_.pop_front();
     reading_.push_back(&slot);
     lock.lock();
-    any = true;
   }
-  return any;
 }
 
 void Updater::begin(Slot& slot) {
@@ -321,7 +314,7 @@ void Updater::begin(Slot& slot) {
   std::byte* buffer = slot.buffer.data();
   const auto place = [&](const pager::Home& home, Bytes offset, Bytes bytes) {
     Array array{&home, offset, bytes, nullptr, false};
-    if (home.tier() == Tier::Host || (home.tier() == Tier::Device && tiers.device_is_host())) {
+    if (tiers.in_place(home)) {
       array.memory = const_cast<std::byte*>(home.data()) + offset;
     } else {
       array.through_buffer = true;

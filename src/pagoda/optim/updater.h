@@ -57,8 +57,6 @@ class Updater final : public pager::Debts {
   using Finished = std::function<bool(TrainedPage&, std::uint64_t version)>;
   /// Called on the thread that is about to write to a page; may wait.
   using Writing = std::function<void(pager::Page&)>;
-  /// Called on the updater's thread before a page's update.
-  using Starting = std::function<void(TrainedPage&)>;
 
   Updater(pager::Pager& pager, ThreadPool& pool, Options options);
   Updater(const Updater&) = delete;
@@ -67,7 +65,7 @@ class Updater final : public pager::Debts {
   /// Drops updates that have not begun and ends the thread: no callback runs afterwards.
   void stop() noexcept;
 
-  void set_callbacks(Starting starting, Finished finished, Writing writing = {});
+  void set_callbacks(Finished finished, Writing writing);
 
   /// The layout of a page's state under `optimizer`.
   StateLayout layout(const TrainedPage& page, const Optimizer& optimizer) const;
@@ -103,19 +101,17 @@ class Updater final : public pager::Debts {
   struct Array;
 
   void run();
-  bool fill_slots(std::unique_lock<std::mutex>& lock);
+  void fill_slots(std::unique_lock<std::mutex>& lock);
   template <class Fn>
   static void naming_page(const Slot& slot, Fn&& fn);
   void begin(Slot& slot);
   void compute(Slot& slot);
   void finish(Slot& slot);
   void page_done(Record& record);
-  bool wait_update(std::unique_lock<std::mutex>& lock, const Record& record, std::uint64_t version);
 
   pager::Pager& pager_;
   ThreadPool& pool_;
   const Options options_;
-  Starting starting_;
   Finished finished_;
   Writing before_write_;
 

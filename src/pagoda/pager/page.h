@@ -82,6 +82,12 @@ struct Page {
   bool attached = false;         // gradients and state refer to it: it stays until they go
 
   Bytes bytes() const noexcept { return elements * element_size; }
+  /// Its bytes on the device, when it is there.
+  const device::Block& device_block() const noexcept { return fixed ? home.block() : block; }
+  /// On its way in or out: nobody else may take it yet.
+  bool moving() const noexcept {
+    return residency == Residency::Fetching || residency == Residency::Leaving;
+  }
   bool whole_home() const noexcept { return home_range.size() == elements; }
   bool owes() const noexcept { return version < wanted; }
 };

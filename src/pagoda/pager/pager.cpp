@@ -148,10 +148,7 @@ void Pager::storage_died(Page& page) noexcept {
 
 void Pager::drop(Page& page) {
   Lock lock(mutex_);
-  changed_.wait(lock, [&] {
-    return page.residency != Residency::Fetching && page.residency != Residency::Leaving &&
-           page.readers == 0;
-  });
+  changed_.wait(lock, [&] { return !page.moving() && page.readers == 0; });
   page.binding = nullptr;
   remove(page, lock);
 }
@@ -200,9 +197,8 @@ void Pager::bury(const Lock& lock) {
     page->dead = true;
     page->binding = nullptr;
     page->bound = false;
-    const bool busy = page->residency == Residency::Fetching ||
-                      page->residency == Residency::Leaving || page->readers > 0 ||
-                      page->pins > 0 || page->owes() || page->attached;
+    const bool busy =
+        page->moving() || page->readers > 0 || page->pins > 0 || page->owes() || page->attached;
     if (busy) return false;
     log::debug("pager", "page dropped with its storage", {{"page", page->name}});
     remove(*page, lock);
@@ -316,7 +312,7 @@ void Pager::tell_checker(std::span<const Access> accesses, device::Stream* consu
   if (checker == nullptr) return;
   for (const Access& access : accesses) {
     const Page& page = *access.page;
-    const std::byte* data = (page.fixed ? page.home.block() : page.block).data();
+    const std::byte* data = page.device_block().data();
     if (consumer != nullptr) {
       access.write ? checker->write(*consumer, data, page.bytes(), "operator")
                    : checker->read(*consumer, data, page.bytes(), "operator");
@@ -400,7 +396,7 @@ bool Pager::take_blocks_afresh(std::span<const Access> accesses, Lock& lock) {
       for (const Access& access : accesses) {
         Page& page = *access.page;
         // Those of this operator that are on their way must arrive before they can move.
-        if (page.residency == Residency::Fetching || page.residency == Residency::Leaving) {
+        if (page.moving()) {
           changed_.wait(lock);
           settled = false;
         } else if (page.residency == Residency::Resident && page.pins == 1 && !page.fixed) {
@@ -461,9 +457,7 @@ void Pager::await(Page& page, Lock& lock) {
     PAGODA_TRACE("pager", "wait for page", {"page", page.name}, {"bytes", page.bytes()});
     const bool late = page.prefetched;
     const Stopwatch watch;
-    changed_.wait(lock, [&] {
-      return page.residency != Residency::Fetching && page.residency != Residency::Leaving;
-    });
+    changed_.wait(lock, [&] { return !page.moving(); });
     (late ? stats_.late_stall : stats_.fault_stall) += watch.elapsed_ns();
     stalled_ += watch.elapsed_ns();
     if (late) {
@@ -490,10 +484,10 @@ void Pager::use(Page& page, bool write, std::uint8_t mode, device::Stream* consu
     if (page.ready.event != nullptr && page.ready.stream != consumer->id()) {
       consumer->wait(*page.ready.event);
     }
-    (page.fixed ? page.home.block() : page.block).touch(*consumer);
+    page.device_block().touch(*consumer);
   }
   if (!page.bound && page.binding != nullptr) {
-    page.binding->bind((page.fixed ? page.home.block() : page.block).data());
+    page.binding->bind(page.device_block().data());
     page.bound = true;
   }
   if (write) {
@@ -584,10 +578,7 @@ void Pager::owe(std::span<Page* const> pages) {
   Lock lock(mutex_);
   for (Page* page : pages) ++page->wanted;
   for (Page* page : pages) {
-    changed_.wait(lock, [&] {
-      return page->residency != Residency::Fetching && page->residency != Residency::Leaving &&
-             page->readers == 0;
-    });
+    changed_.wait(lock, [&] { return !page->moving() && page->readers == 0; });
     if (page->fetch_error != nullptr) {
       const std::exception_ptr error = std::exchange(page->fetch_error, nullptr);
       if (!refused_by_rank(error)) std::rethrow_exception(error);
@@ -641,6 +632,11 @@ void Pager::refuse(std::string why) noexcept {
 PagerStats Pager::stats() const {
   const Lock lock(mutex_);
   return stats_;
+}
+
+Page* Pager::find(PageId id) const {
+  const Lock lock(mutex_);
+  return id < by_id_.size() ? by_id_[id] : nullptr;
 }
 
 std::vector<Page*> Pager::pages() const {

@@ -102,8 +102,6 @@ class Pager {
   void overwrite(Page& page, const std::byte* bytes);
   /// Writes a dirty page's bytes to its home; the page stays. Waits.
   void write_back(Page& page);
-  /// Writes back all that is dirty.
-  void write_back_all();
   /// Takes the page off the device; false if somebody has it pinned. Waits for a write-back.
   bool evict(Page& page);
   /// What user code has written becomes what home has: other ranks see it, and masters follow. True
@@ -123,6 +121,8 @@ class Pager {
   }
   Tiers& tiers() noexcept { return tiers_; }
   PagerStats stats() const;
+  /// The page, or null where it has gone.
+  Page* find(PageId id) const;
   /// Pages alive, by id; null where one has gone.
   std::vector<Page*> pages() const;
   /// The lock that guards pages, for those who must look at several fields at once.

@@ -67,9 +67,7 @@ void Pager::fetch(Page& page) {
       --stats_.evictions;
       page.fetch_error = std::move(error);
     } else {
-      // Nothing to wait for on the host, but the checker has to see the order.
-      const bool waited_for = !in_order_at_once || tiers_.device()->checker() != nullptr;
-      page.ready = waited_for ? ready : device::Mark{};
+      page.ready = in_order_at_once ? device::Mark{} : ready;
       if (foresight_ != nullptr && in_order_at_once) foresight_->fetched(bytes, watch.seconds());
     }
     if (in_order_at_once) lane.busy = false;
@@ -184,9 +182,7 @@ void Pager::fill_from_others(const Page& page, std::byte* to, std::uint64_t vers
 
 bool Pager::evict(Page& page) {
   Lock lock(mutex_);
-  changed_.wait(lock, [&] {
-    return page.residency != Residency::Fetching && page.residency != Residency::Leaving;
-  });
+  changed_.wait(lock, [&] { return !page.moving(); });
   if (page.residency == Residency::Absent) return true;
   if (page.pins > 0 || page.fixed) return false;
   if (page.dirty) write_back(page, lock);
@@ -196,9 +192,7 @@ bool Pager::evict(Page& page) {
 
 void Pager::write_back(Page& page) {
   Lock lock(mutex_);
-  changed_.wait(lock, [&] {
-    return page.residency != Residency::Fetching && page.residency != Residency::Leaving;
-  });
+  changed_.wait(lock, [&] { return !page.moving(); });
   if (page.dirty) write_back(page, lock);
 }
 
@@ -207,20 +201,14 @@ void Pager::overwrite(Page& page, const std::byte* bytes) {
   touch({&access, 1}, 0, nullptr);
   try {
     if (const auto arrived = page.ready.event) arrived->wait();
-    write_stream_->copy_async((page.fixed ? page.home.block() : page.block).on(*write_stream_),
-                              bytes, page.bytes(), device::Direction::DeviceToDevice, page.name);
+    write_stream_->copy_async(page.device_block().on(*write_stream_), bytes, page.bytes(),
+                              device::Direction::DeviceToDevice, page.name);
     write_stream_->synchronize();
   } catch (...) {
     unpin({&access, 1}, nullptr);
     throw;
   }
   unpin({&access, 1}, nullptr);
-}
-
-void Pager::write_back_all() {
-  for (Page* page : pages()) {
-    if (page != nullptr) write_back(*page);
-  }
 }
 
 /// A fixed page is written in place: masters can only follow if what it held is kept. Pinned.
@@ -368,10 +356,7 @@ void Pager::alone_with(Page& page, Lock& lock, const Work& work) {
 bool Pager::publish(Page& page) {
   write_back(page);
   Lock lock(mutex_);
-  changed_.wait(lock, [&] {
-    return page.residency != Residency::Fetching && page.residency != Residency::Leaving &&
-           page.readers == 0;
-  });
+  changed_.wait(lock, [&] { return !page.moving() && page.readers == 0; });
   if (!page.own_copy) return false;
   alone_with(page, lock, [&] {
     const Bytes size = page.element_size;
@@ -394,10 +379,7 @@ bool Pager::publish(Page& page) {
 void Pager::set_home_range(Page& page, Range range, Placement placement) {
   write_back(page);
   Lock lock(mutex_);
-  changed_.wait(lock, [&] {
-    return page.residency != Residency::Fetching && page.residency != Residency::Leaving &&
-           page.readers == 0;
-  });
+  changed_.wait(lock, [&] { return !page.moving() && page.readers == 0; });
   if (page.home_range == range || page.fixed) return;
   PAGODA_CHECK(page.whole_home(), "only a whole home can be cut (page {})", page.name);
   const Bytes begin = range.begin * page.element_size;

@@ -62,6 +62,10 @@ class Tiers {
   void read(const Home& home, Bytes offset, std::span<std::byte> to);
   void write(const Home& home, Bytes offset, std::span<const std::byte> from);
 
+  /// Whether the host may work on the home's bytes where they lie, at Home::data().
+  bool in_place(const Home& home) const noexcept {
+    return home.tier() == Tier::Host || (home.tier() == Tier::Device && device_is_host());
+  }
   /// Whether the host may read and write device memory itself.
   bool device_is_host() const noexcept;
   const std::shared_ptr<device::Device>& device() const noexcept { return options_.device; }

@@ -15,6 +15,7 @@
 #include "pagoda/engine/backend.h"
 #include "pagoda/torch/autograd_state.h"
 #include "pagoda/torch/cuda_library.h"
+#include "pagoda/torch/element_type.h"
 #include "pagoda/torch/gradient_hook.h"
 #include "pagoda/torch/storage_table.h"
 
@@ -22,17 +23,9 @@ namespace pagoda {
 namespace {
 
 kernels::Dtype dtype_of(const at::Tensor& tensor, const std::string& name) {
-  switch (tensor.scalar_type()) {
-    case at::kFloat:
-      return kernels::Dtype::F32;
-    case at::kBFloat16:
-      return kernels::Dtype::BF16;
-    case at::kHalf:
-      return kernels::Dtype::F16;
-    default:
-      throw UserError(fmt::format("parameter '{}' is {}: fp32, bf16 and fp16 can be trained", name,
-                                  c10::toString(tensor.scalar_type())));
-  }
+  if (const auto known = torch::element_type(tensor)) return *known;
+  throw UserError(fmt::format("parameter '{}' is {}: fp32, bf16 and fp16 can be trained", name,
+                              c10::toString(tensor.scalar_type())));
 }
 
 /// Does the tensor's memory, in order, hold each of its elements once and nothing else.

@@ -7,6 +7,7 @@
 #include "pagoda/base/error.h"
 #include "pagoda/base/version.h"
 #include "pagoda/kernels/adam.h"
+#include "pagoda/torch/element_type.h"
 
 namespace pagoda::torch {
 namespace {
@@ -14,17 +15,9 @@ namespace {
 using kernels::Dtype;
 
 Dtype dtype_of(const at::Tensor& tensor, const char* name) {
-  switch (tensor.scalar_type()) {
-    case at::kFloat:
-      return Dtype::F32;
-    case at::kBFloat16:
-      return Dtype::BF16;
-    case at::kHalf:
-      return Dtype::F16;
-    default:
-      throw UserError(fmt::format("{} must be float32, bfloat16 or float16, not {}", name,
-                                  c10::toString(tensor.scalar_type())));
-  }
+  if (const auto known = element_type(tensor)) return *known;
+  throw UserError(fmt::format("{} must be float32, bfloat16 or float16, not {}", name,
+                              c10::toString(tensor.scalar_type())));
 }
 
 /// Kernels read arrays: a tensor must be one, as long as the master, in host memory.

@@ -69,24 +69,8 @@ void note(PageStorage& storage, bool write, HeldPages& held) {
   mine->accesses.push_back({storage.page(), write});
 }
 
-void look(const c10::IValue& value, bool write, HeldPages& held) {
-  if (value.isTensor()) {
-    const at::Tensor& tensor = value.toTensor();
-    if (!tensor.defined() || !tensor.has_storage()) return;
-    PageStorage* storage = StorageTable::instance().find(
-        tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
-    if (storage != nullptr) note(*storage, write, held);
-    return;
-  }
-  if (value.isList()) {
-    for (const c10::IValue& element : value.toListRef()) look(element, write, held);
-  } else if (value.isTuple()) {
-    for (const c10::IValue& element : value.toTupleRef().elements()) look(element, write, held);
-  }
-}
-
 /// A leaf whose storage is no page: if it is a parameter of an engine, it was given another
-/// storage.
+/// storage, which becomes its page.
 void readopt(const at::Tensor& tensor) noexcept {
   const AttachedParameter* parameter =
       ParameterTable::instance().find(tensor.unsafeGetTensorImpl());
@@ -99,34 +83,30 @@ void readopt(const at::Tensor& tensor) noexcept {
   }
 }
 
-/// Whether any input is a page: the question that every operator pays for.
-bool touches_pages(c10::ArrayRef<const c10::IValue> inputs) {
-  const StorageTable& table = StorageTable::instance();
-  for (const c10::IValue& value : inputs) {
-    if (value.isTensor()) {
-      const at::Tensor& tensor = value.toTensor();
-      if (!tensor.defined() || !tensor.has_storage()) continue;
-      if (table.find(tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl()) !=
-          nullptr)
-        return true;
-      if (tensor.requires_grad() && tensor.is_leaf()) {
-        readopt(tensor);
-        if (table.find(tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl()) !=
-            nullptr)
-          return true;
-      }
-    } else if (value.isList() || value.isTuple()) {
-      HeldPages held;
-      look(value, false, held);
-      if (!held.empty()) return true;
-    }
-  }
-  return false;
+PageStorage* page_of(const at::Tensor& tensor) {
+  const auto find = [&] {
+    return StorageTable::instance().find(
+        tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
+  };
+  if (!tensor.defined() || !tensor.has_storage()) return nullptr;
+  PageStorage* page = find();
+  if (page != nullptr || !tensor.requires_grad() || !tensor.is_leaf()) return page;
+  readopt(tensor);
+  return find();
 }
 
-bool touches_a_gpu(c10::ArrayRef<const c10::IValue> inputs) {
-  HeldPages held;
-  for (const c10::IValue& value : inputs) look(value, false, held);
+/// Notes the pages of an argument. Every operator pays for this one.
+void look(const c10::IValue& value, bool write, HeldPages& held) {
+  if (value.isTensor()) {
+    if (PageStorage* page = page_of(value.toTensor())) note(*page, write, held);
+  } else if (value.isList()) {
+    for (const c10::IValue& element : value.toListRef()) look(element, write, held);
+  } else if (value.isTuple()) {
+    for (const c10::IValue& element : value.toTupleRef().elements()) look(element, write, held);
+  }
+}
+
+bool on_a_gpu(const HeldPages& held) {
   return std::any_of(held.begin(), held.end(), [](const Held& one) {
     return one.pager->tiers().device()->kind() == device::DeviceKind::Cuda;
   });
@@ -158,15 +138,16 @@ std::unique_ptr<at::ObserverContext> operator_starts(const at::RecordFunction& f
   BirthScope::operator_starts();  // what was made by the last operator may have become a parameter
   if (StorageTable::instance().empty() || in_child.load(std::memory_order_relaxed)) return nullptr;
   const auto inputs = function.inputs();
-  if (!touches_pages(inputs)) return nullptr;
+  HeldPages pages;
+  for (const c10::IValue& input : inputs) look(input, false, pages);
+  if (pages.empty()) return nullptr;
   const OperatorTraits& traits = operator_traits(function);
-  if (traits.needs_no_data && !(traits.reads_pointers_on_gpu && touches_a_gpu(inputs))) {
-    return nullptr;
+  if (traits.needs_no_data && !(traits.reads_pointers_on_gpu && on_a_gpu(pages))) return nullptr;
+  for (std::size_t i = 0; i < inputs.size() && traits.writes != 0; ++i) {
+    if (traits.writes_argument(i)) look(inputs[i], true, pages);
   }
   auto context = std::make_unique<OperatorContext>();
-  for (std::size_t i = 0; i < inputs.size(); ++i) {
-    look(inputs[i], traits.writes_argument(i), context->held);
-  }
+  context->held = std::move(pages);
   touching = true;
   for (std::size_t i = 0; i < context->held.size(); ++i) {
     Held& held = context->held[i];

@@ -1,95 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
 // Ranks that are processes, and what the others see when one of them dies or freezes.
 #include <csignal>
-#include <cstdio>
 #include <cstdlib>
 #include <map>
 #include <string>
-#include <vector>
 
-#include <arpa/inet.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <sys/socket.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include "pagoda/base/error.h"
 #include "pagoda/torch/gloo_world.h"
+#include "torch/process.h"
 
 namespace pagoda::torch {
 namespace {
 
 using ::testing::HasSubstr;
-
-int free_port() {
-  const int fd = ::socket(AF_INET, SOCK_STREAM, 0);
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t length = sizeof(address);
-  PAGODA_CHECK_EQ(::bind(fd, reinterpret_cast<sockaddr*>(&address), length), 0);
-  PAGODA_CHECK_EQ(::getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length), 0);
-  ::close(fd);
-  return ntohs(address.sin_port);
-}
-
-/// A program that is running, and what it prints. Killed when this goes.
-class Process {
- public:
-  Process(const std::string& program, const std::map<std::string, std::string>& environment) {
-    int ends[2];
-    PAGODA_CHECK_EQ(::pipe(ends), 0);
-    std::vector<std::string> texts;
-    for (const auto& [name, value] : environment) texts.push_back(name + "=" + value);
-    std::vector<char*> entries;
-    for (std::string& text : texts) entries.push_back(text.data());
-    entries.push_back(nullptr);
-    char* arguments[] = {const_cast<char*>(program.c_str()), nullptr};
-    pid_ = ::fork();
-    if (pid_ == 0) {
-      ::dup2(ends[1], STDOUT_FILENO);
-      ::close(ends[0]);
-      ::close(ends[1]);
-      ::execve(program.c_str(), arguments, entries.data());
-      ::_exit(127);
-    }
-    ::close(ends[1]);
-    output_ = ::fdopen(ends[0], "r");
-  }
-  Process(const Process&) = delete;
-  Process& operator=(const Process&) = delete;
-  ~Process() {
-    if (pid_ > 0) {
-      signal(SIGKILL);
-      wait();
-    }
-    std::fclose(output_);
-  }
-
-  void signal(int number) { ::kill(pid_, number); }
-
-  /// The next line, or "" at the end.
-  std::string line() {
-    std::string text;
-    for (int c = std::fgetc(output_); c != EOF && c != '\n'; c = std::fgetc(output_)) {
-      text.push_back(static_cast<char>(c));
-    }
-    return text;
-  }
-
-  /// Its exit status, or 128 and the signal.
-  int wait() {
-    int status = 0;
-    ::waitpid(pid_, &status, 0);
-    pid_ = -1;
-    return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
-  }
-
- private:
-  pid_t pid_ = -1;
-  std::FILE* output_ = nullptr;
-};
+using zoo::free_port;
+using zoo::Process;
 
 struct Loss {
   std::string name;
@@ -105,11 +34,10 @@ TEST_P(GlooProcesses, TheSurvivorEndsWithAnErrorThatNamesTheLostRank) {
                                                  {"MASTER_ADDR", "127.0.0.1"},
                                                  {"MASTER_PORT", std::to_string(free_port())},
                                                  {"VICTIM", std::to_string(loss.victim)}};
-  if (const char* path = std::getenv("LD_LIBRARY_PATH")) environment["LD_LIBRARY_PATH"] = path;
   environment["RANK"] = "0";
-  Process zero(PAGODA_LOST_PEER, environment);
+  Process zero({PAGODA_LOST_PEER}, environment);
   environment["RANK"] = "1";
-  Process one(PAGODA_LOST_PEER, environment);
+  Process one({PAGODA_LOST_PEER}, environment);
   Process& victim = loss.victim == 0 ? zero : one;
   Process& survivor = loss.victim == 0 ? one : zero;
   ASSERT_EQ(victim.line(), "ready");
