@@ -50,7 +50,12 @@ run_tests() {
 
 failed=false
 started=$SECONDS
-for preset in release ${sanitizers[@]+"${sanitizers[@]}"}; do
+# The sanitizers see the layers below torch: torch is installed while they are built.
+scripts/bootstrap.sh packages
+scripts/bootstrap.sh environment &
+environment=$!
+for preset in ${sanitizers[@]+"${sanitizers[@]}"} release; do
+  [[ $preset != release ]] || wait "$environment"
   scripts/bootstrap.sh "$preset"
   run_tests "$preset"
 done

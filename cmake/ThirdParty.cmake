@@ -14,6 +14,9 @@ endfunction()
 
 find_path(FMT_INCLUDE fmt/format-inl.h REQUIRED)
 add_library(third_party_fmt STATIC ${CMAKE_SOURCE_DIR}/third_party/fmt.cpp)
+if(PAGODA_SANITIZE)  # not ours, and slow to compile with checks
+  target_compile_options(third_party_fmt PRIVATE -fno-sanitize=all)
+endif()
 
 pagoda_header_library(third_party_spdlog spdlog/spdlog.h)
 target_compile_definitions(third_party_spdlog INTERFACE SPDLOG_HEADER_ONLY SPDLOG_FMT_EXTERNAL)

@@ -15,11 +15,12 @@ endif()
 
 # CUDA headers come with the wheel's own dependencies, as nvidia/cu13/include. They count only if
 # they compile: the wheel leaves out a few that they include (requirements.txt has them).
+# Not needed where torch is not: the sanitizers cannot follow the CUDA driver.
 include(CheckIncludeFileCXX)
 file(GLOB cuda_candidates ${PAGODA_TORCH_DIR}/../nvidia/cu1*/include/cuda_runtime_api.h
   ${PAGODA_TORCH_DIR}/../nvidia/cuda_runtime/include/cuda_runtime_api.h)
 add_library(cuda_headers INTERFACE)
-if(cuda_candidates)
+if(cuda_candidates AND PAGODA_TORCH)
   list(GET cuda_candidates 0 cuda_header)
   get_filename_component(cuda_include ${cuda_header} REALPATH)
   get_filename_component(cuda_include ${cuda_include} DIRECTORY)
@@ -28,7 +29,7 @@ if(cuda_candidates)
   unset(CMAKE_REQUIRED_INCLUDES)
   target_include_directories(cuda_headers SYSTEM INTERFACE ${cuda_include})
 endif()
-if(NOT PAGODA_CUDA_HEADERS)
+if(NOT PAGODA_CUDA_HEADERS AND PAGODA_TORCH)
   message(STATUS "No CUDA headers beside torch: the CUDA backend is a stub that says so")
 endif()
 

@@ -6,6 +6,8 @@
 #
 #   scripts/bootstrap.sh [PRESET[:TARGET]…]   presets to build: release (default), asan, tsan; all of
 #                                             each, or one target
+#   scripts/bootstrap.sh packages             the Debian packages only
+#   scripts/bootstrap.sh environment          …and the virtual environment, which release needs
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -82,6 +84,12 @@ build() {
 }
 
 install_packages
-make_environment
 (( $# )) || set -- release
-for preset in "$@"; do build "$preset"; done
+for preset in "$@"; do
+  case $preset in
+    packages) ;;
+    environment) make_environment ;;
+    release*) make_environment; build "$preset" ;;
+    *) build "$preset" ;;
+  esac
+done
