@@ -13,6 +13,7 @@
 
 #include <ATen/ops/from_blob.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
@@ -314,6 +315,19 @@ std::shared_ptr<comm::World> world_from_store(c10::intrusive_ptr<::c10d::Store> 
   PAGODA_REQUIRE(store.defined());
   PAGODA_REQUIRE(rank >= 0 && rank < size, "rank {} of {}", rank, size);
   return std::make_shared<GlooWorld>(std::move(store), rank, size, -1, options);
+}
+
+std::shared_ptr<comm::World> world_from_group(const ::c10d::ProcessGroup& group,
+                                              const GlooOptions& options) {
+  if (group.getSize() == 1) return comm::make_solo_world();
+  // Worlds of one group are numbered on its store: every rank makes them in the same order.
+  auto store = group.getStore();
+  PAGODA_REQUIRE(store.defined(), "the process group has no store through which its ranks meet");
+  const std::int64_t number =
+      store->add(fmt::format("pagoda/worlds of rank {}", group.getRank()), 1);
+  return world_from_store(
+      c10::make_intrusive<::c10d::PrefixStore>(fmt::format("pagoda/world {}", number), store),
+      group.getRank(), group.getSize(), options);
 }
 
 }  // namespace pagoda::torch

@@ -10,8 +10,9 @@
 #include "pagoda/comm/world.h"
 
 namespace c10d {
+class ProcessGroup;
 class Store;
-}
+}  // namespace c10d
 
 namespace pagoda::torch {
 
@@ -39,5 +40,11 @@ std::shared_ptr<comm::World> world_from_env(const GlooOptions& options = {});
 /// threads of one process.
 std::shared_ptr<comm::World> world_from_store(c10::intrusive_ptr<::c10d::Store> store, int rank,
                                               int size, const GlooOptions& options = {});
+
+/// The ranks of a process group that the user has made (torch.distributed's default one, or one of
+/// new_group()'s). It tells who they are and where they meet; what is sent goes over groups of our
+/// own, so that the user's collectives never mix with ours.
+std::shared_ptr<comm::World> world_from_group(const ::c10d::ProcessGroup& group,
+                                              const GlooOptions& options = {});
 
 }  // namespace pagoda::torch
