@@ -213,7 +213,8 @@ bool says(const Ending& ending, const std::string& text) {
 }
 
 /// What the child does; its exit code says where it went wrong.
-int child_part(std::unique_ptr<Trainee>& trainee, bool destroys) {
+int child_part(std::unique_ptr<Trainee>& trainee, bool destroys,
+               const decltype(Trained::parameters)& first) {
   ::alarm(20);  // a hang is a failure
   const Ending touch = ending_of([&] { (void)trainee->parameters(); });
   if (!says(touch, "forked child")) return 1;
@@ -224,7 +225,15 @@ int child_part(std::unique_ptr<Trainee>& trainee, bool destroys) {
     if (!says(ending_of(call), "forked process")) return 3;
   }
   if (destroys) trainee.reset();
-  return 0;
+  // An engine of its own pages as in any process. (Torch itself allows no backward here.)
+  const Options options{.kind = Kind::Gpt};
+  const ScratchDirectory scratch;
+  const Ending own = ending_of([&] {
+    Trainee fresh(options, Training{}, on_disk(options, scratch));
+    fresh.forward(0);
+    if (fresh.parameters() != first) throw std::runtime_error("it has other parameters");
+  });
+  return own.threw ? 4 : 0;
 }
 
 TEST(NoLeak, AForkMayOnlyForget) {
@@ -233,11 +242,12 @@ TEST(NoLeak, AForkMayOnlyForget) {
   const Options options{.kind = Kind::Gpt};
   const Trained plain = plain_loop(options, {.steps = 6});
   auto trainee = std::make_unique<Trainee>(options, Training{}, on_disk(options, scratch));
+  const auto first = trainee->parameters();
   for (int step = 0; step < 6; ++step) {
     EXPECT_EQ(trainee->train(step), plain.losses[static_cast<std::size_t>(step)][0]);
     // Updates and fetches are under way.
     const pid_t child = ::fork();
-    if (child == 0) ::_exit(child_part(trainee, step % 2 == 0));
+    if (child == 0) ::_exit(child_part(trainee, step % 2 == 0, first));
     int status = 0;
     ASSERT_EQ(::waitpid(child, &status, 0), child);
     ASSERT_TRUE(WIFEXITED(status)) << "ended by signal " << WTERMSIG(status);

@@ -27,7 +27,6 @@
 namespace pagoda::torch {
 namespace {
 
-std::atomic<bool> in_child{false};  // after fork: pages are the parent's
 std::atomic<bool> counting{false};
 std::atomic<std::uint64_t> operators_seen{0};
 std::atomic<std::uint64_t> operators_touching{0};
@@ -136,7 +135,7 @@ std::unique_ptr<at::ObserverContext> operator_starts(const at::RecordFunction& f
   // torch's list of callbacks, which costs more than the touch.
   if (touching) return nullptr;
   BirthScope::operator_starts();  // what was made by the last operator may have become a parameter
-  if (StorageTable::instance().empty() || in_child.load(std::memory_order_relaxed)) return nullptr;
+  if (StorageTable::instance().empty()) return nullptr;
   const auto inputs = function.inputs();
   HeldPages pages;
   for (const c10::IValue& input : inputs) look(input, false, pages);
@@ -180,12 +179,23 @@ void operator_ends(const at::RecordFunction& function, at::ObserverContext* cont
   }
 }
 
-void forked() {
-  in_child.store(true);
-  for (PageStorage* storage : StorageTable::instance().all()) {
-    storage->unbind(
-        "this parameter is a page of the parent process: a forked child cannot read it");
-  }
+void before_fork() {
+  StorageTable::instance().before_fork();
+  ParameterTable::instance().before_fork();
+}
+
+void after_fork() {
+  ParameterTable::instance().after_fork();
+  StorageTable::instance().after_fork();
+}
+
+/// Pages are the parent's: here they throw. The child may have an engine of its own.
+void in_child() {
+  StorageTable::instance().forget_all([](PageStorage& storage) {
+    storage.unbind("this parameter is a page of the parent process: a forked child cannot read it");
+  });
+  ParameterTable::instance().forget_all([](AttachedParameter&) {});
+  after_fork();
 }
 
 std::mutex install_mutex;
@@ -198,7 +208,7 @@ namespace observer {
 
 void install() {
   const std::lock_guard lock(install_mutex);
-  static const bool watches_fork = pthread_atfork(nullptr, nullptr, &forked) == 0;
+  static const bool watches_fork = pthread_atfork(&before_fork, &after_fork, &in_child) == 0;
   if (!watches_fork) log::warn("torch", "fork cannot be watched: children must not touch pages");
   if (installed++ > 0) return;
   installed_as = at::addGlobalCallback(at::RecordFunctionCallback(&operator_starts, &operator_ends)

@@ -34,18 +34,6 @@ void ObjectTable<Key, Value>::erase(const Key* key) noexcept {
   }
 }
 
-template <class Key, class Value>
-std::vector<Value*> ObjectTable<Key, Value>::all() const {
-  std::vector<Value*> out;
-  const Table* table = table_.load(std::memory_order_acquire);
-  if (table == nullptr) return out;
-  for (const Entry& entry : table->entries) {
-    Value* value = entry.value.load(std::memory_order_acquire);
-    if (value != nullptr) out.push_back(value);
-  }
-  return out;
-}
-
 /// The place of an object that was erased is taken again by the same address only: readers on other
 /// keys walk over it.
 template <class Key, class Value>

@@ -43,8 +43,19 @@ class ObjectTable {
 
   void insert(const Key* key, Value& value);
   void erase(const Key* key) noexcept;
-  /// For a child after fork: everything.
-  std::vector<Value*> all() const;
+  /// Around a fork: the child gets no table that another thread was just changing. The child
+  /// forgets everything; `each` sees it first.
+  void before_fork() { mutex_.lock(); }
+  void after_fork() noexcept { mutex_.unlock(); }
+  template <class Each>
+  void forget_all(const Each& each) {
+    Table* table = table_.load(std::memory_order_acquire);
+    for (std::size_t at = 0; table != nullptr && at <= table->mask; ++at) {
+      Value* value = table->entries[at].value.exchange(nullptr, std::memory_order_acq_rel);
+      if (value != nullptr) each(*value);
+    }
+    count_.store(0, std::memory_order_relaxed);
+  }
 
  private:
   struct Entry {
