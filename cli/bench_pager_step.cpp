@@ -45,8 +45,8 @@ class MadeUpModel {
 
   /// One step whose operators take so long on each page.
   void step(Nanos forward, Nanos backward) {
-    runtime_.reducer().begin();
     for (pager::Page* page : pages_) run(*page, 1, forward);
+    runtime_.begin_backward(true);
     for (std::size_t i = pages_.size(); i-- > 0;) {
       run(*pages_[i], 3, backward);
       engine::Contribution gradient;
@@ -55,7 +55,7 @@ class MadeUpModel {
       gradient.data = gradient_->data();
       runtime_.contribute(std::move(gradient));
     }
-    runtime_.reducer().end();
+    runtime_.end_backward();
     runtime_.step([](pager::Page&) {});
   }
   void finish() { runtime_.finish(); }

@@ -79,7 +79,7 @@ TEST(Refusals, SayWhatIsWrong) {
   EXPECT_THAT(refusal_of_complex(), AllOf(HasSubstr("p0"), HasSubstr("complex")));
   EXPECT_THAT(refusal_of_integers(), "nothing") << "integers that are not trained are only paged";
   EXPECT_THAT(refusal_of_overlap(), HasSubstr("share elements"));
-  EXPECT_THAT(refusal_of_sparse_gradients(), AllOf(HasSubstr("weight"), HasSubstr("sparse")));
+  EXPECT_THAT(refusal_of_sparse_gradients(), HasSubstr("sparse"));
   EXPECT_THAT(refusal_of_two_models(), HasSubstr("attached already"));
   EXPECT_THAT(refusal_of_other_values(1), AllOf(HasSubstr("rank 1"), HasSubstr("weight")));
   EXPECT_THAT(refusal_of_other_values(0), HasSubstr("rank 1"));

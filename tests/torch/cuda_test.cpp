@@ -8,6 +8,7 @@
 
 #include "pagoda/device/cuda/cuda_device.h"
 #include "torch/paged_loop.h"
+#include "torch/trainee.h"
 
 namespace {
 
@@ -104,5 +105,22 @@ std::vector<CudaCase> cuda_cases() {
 
 INSTANTIATE_TEST_SUITE_P(Cases, CudaEngine, testing::ValuesIn(cuda_cases()),
                          [](const auto& info) { return info.param.name; });
+
+TEST(CudaLimit, HoldsForWhatTorchTakesBesideThePages) {
+  std::string why;
+  if (!pagoda::device::cuda::available(&why)) GTEST_SKIP() << why;
+  zoo::use_cuda();
+  pagoda::Config config;
+  config.device = "cuda";
+  config.device_budget = 64 << 20;
+  config.device_limit = pagoda::Bytes{1} << 30;
+  config.host_budget = 256 << 20;
+  {
+    const zoo::Trainee empty({}, {}, config, nullptr, zoo::Trainee::Start::Empty);
+    EXPECT_TRUE(zoo::torch_can_take(512 << 20, "cuda"));
+    EXPECT_FALSE(zoo::torch_can_take(1100 << 20, "cuda"));
+  }
+  EXPECT_TRUE(zoo::torch_can_take(1100 << 20, "cuda"));  // the engine has gone, and its limit
+}
 
 }  // namespace

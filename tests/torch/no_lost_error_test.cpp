@@ -152,6 +152,7 @@ TEST_P(NoLostError, WhileTheModelIsBuilt) {
 TEST_P(NoLostError, OfAGradient) {
   pagoda::Config config = this->config();
   config.gradients = Placement::Nvme;
+  config.accumulation = 2;
   Trainee trainee(options_, training_, config);
   trainee.train(0);
   trainee.finish();
@@ -174,6 +175,7 @@ TEST_P(NoLostError, OfOptimizerState) {
     SCOPED_TRACE(op == Op::Read ? "read" : "write");
     pagoda::Config config = this->config();
     config.optimizer = Placement::Nvme;
+    config.early_updates = false;
     Trainee trainee(options_, training_, config);
     trainee.train(0);
     trainee.finish();
@@ -196,6 +198,7 @@ TEST_P(NoLostError, OfOptimizerState) {
 TEST_P(NoLostError, OfAnUpdateThatAnOperatorWaitsFor) {
   pagoda::Config config = this->config();
   config.optimizer = Placement::Nvme;
+  config.early_updates = false;
   Trainee trainee(options_, training_, config);
   trainee.train(0);
   trainee.finish();
@@ -204,6 +207,25 @@ TEST_P(NoLostError, OfAnUpdateThatAnOperatorWaitsFor) {
   const Ending forward = ending_of([&] { trainee.forward(2); });
   expect_cause(forward, "forward");
   EXPECT_TRUE(forward.by_torch);
+  expect_refusal(trainee);
+}
+
+TEST_P(NoLostError, OfAnUpdateThatBeganDuringBackward) {
+  pagoda::Config config = this->config();
+  config.optimizer = Placement::Nvme;
+  Trainee trainee(options_, training_, config);
+  trainee.train(0);
+  trainee.train(1);
+  trainee.finish();
+  EXPECT_GT(trainee.stats().updates.early, 0U);
+  trainee.forward(2);
+  strike(Op::Read);
+  expect_cause(ending_of([&] {
+                 trainee.backward();
+                 trainee.step();
+                 trainee.finish();
+               }),
+               "backward, step or finish");
   expect_refusal(trainee);
 }
 

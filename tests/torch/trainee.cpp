@@ -4,6 +4,7 @@
 #include <bit>
 #include <utility>
 
+#include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/nn/module.h>
@@ -115,6 +116,13 @@ Ending ending_of(const std::function<void()>& call) {
   } catch (const std::exception& error) {
     return {true, false, error.what()};
   }
+}
+
+bool torch_can_take(pagoda::Bytes bytes, std::string_view device) {
+  return !ending_of([&] {
+            (void)at::empty({static_cast<std::int64_t>(bytes)},
+                            at::TensorOptions().dtype(at::kByte).device(std::string(device)));
+          }).threw;
 }
 
 pagoda::Config crowded(const Options& options, unsigned resident) {

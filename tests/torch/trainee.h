@@ -64,6 +64,9 @@ struct Ending {
 };
 Ending ending_of(const std::function<void()>& call);
 
+/// Whether torch gives so much memory on a device.
+bool torch_can_take(pagoda::Bytes bytes, std::string_view device);
+
 /// Budgets so small that pages come and go all the time: `resident` times the largest page.
 pagoda::Config crowded(const Options& options, unsigned resident = 3);
 

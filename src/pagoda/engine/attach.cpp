@@ -141,6 +141,7 @@ void Runtime::attach(const std::vector<Page*>& pages, std::vector<TrainedSpec> s
       updater_->add(*page, rule);
     }
     if (!alone()) control_->barrier();  // from here on others may pull
+    trace_.stepped(steps_);
   } catch (const UserError&) {
     forget_trained();
     if (!alone()) fail(std::current_exception());  // the others wait for this rank

@@ -64,6 +64,7 @@ struct Config {
   Master master = Master::Whole;
   MomentType moments = MomentType::Fp32;
   std::uint64_t seed = 0;
+  bool early_updates = true;
 
   // How bytes move.
   bool checksums = true;
@@ -82,6 +83,7 @@ struct Config {
   double heartbeat = 5;
   bool check_order = false;
   std::string trace;
+  std::string trace_steps = "3-5";
 
   /// For tests: what shall go wrong below the swap space. Not a key.
   std::shared_ptr<io::FaultPlan> faults;

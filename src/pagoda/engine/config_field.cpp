@@ -8,6 +8,7 @@
 
 #include "pagoda/base/error.h"
 #include "pagoda/engine/nearest_word.h"
+#include "pagoda/engine/step_trace.h"
 
 namespace pagoda {
 namespace {
@@ -240,6 +241,10 @@ std::vector<ConfigField> make_fields() {
              "The type of the optimizer's moments"),
       whole(PAGODA_FIELD(seed), std::uint64_t{0}, std::numeric_limits<std::uint64_t>::max(),
             "Of stochastic rounding"),
+      truth(
+          PAGODA_FIELD(early_updates),
+          "Let updates begin during the last backward pass of a step, where nothing global (clip, "
+          "loss_scale) is needed"),
       truth(PAGODA_FIELD(checksums), "Verify what comes back from files"),
       choice(PAGODA_FIELD(io_engine),
              Words<io::EngineChoice>{{io::EngineChoice::Auto, "auto"},
@@ -265,7 +270,11 @@ std::vector<ConfigField> make_fields() {
       real(PAGODA_FIELD(heartbeat), false, "Seconds between signs of life of a rank"),
       truth(PAGODA_FIELD(check_order), "Check that every access of device memory is ordered; slow"),
       text_field(PAGODA_FIELD(trace), "path", nullptr,
-                 "File for a trace of what happened when; empty: none"),
+                 "File for a trace of what happened when, for ui.perfetto.dev; empty: none"),
+      text_field(
+          PAGODA_FIELD(trace_steps), "a step or a range of them",
+          [](std::string_view text) { (void)engine::parse_step_range(text); },
+          "Steps that the trace shows"),
   };
 }
 

@@ -18,31 +18,51 @@ using pager::Range;
 constexpr Bytes kAlignment = 64;  // of every part of a message
 
 Bytes flag_bytes(const TrainedPage& page) {
-  return align_up((page.parameters.size() + 7) / 8, kAlignment);
+  return align_up((page.parameters.size() + 1 + 7) / 8, kAlignment);
+}
+
+// A message's flags for a page: for each parameter, whether a gradient follows; after those,
+// whether the page may be updated before step().
+void set_flag(std::byte* flags, std::size_t i) {
+  flags[i / 8] |= std::byte(1U << (i % 8));
+}
+
+bool flag(const std::byte* flags, std::size_t i) {
+  return (flags[i / 8] & std::byte(1U << (i % 8))) != std::byte{0};
 }
 
 void write_flags(const std::vector<bool>& present, std::byte* to) {
   for (std::size_t i = 0; i < present.size(); ++i) {
-    if (present[i]) to[i / 8] |= std::byte(1U << (i % 8));
+    if (present[i]) set_flag(to, i);
   }
 }
 
 void read_flags(const std::byte* from, std::vector<bool>& present, bool& any) {
   for (std::size_t i = 0; i < present.size(); ++i) {
-    if ((from[i / 8] & std::byte(1U << (i % 8))) == std::byte{0}) continue;
+    if (!flag(from, i)) continue;
     present[i] = true;
     any = true;
   }
 }
 
+/// A gradient for a page whose update has begun: it fired its hook more often than ever before.
+void check_not_begun(const TrainedPage& page) {
+  if (!page.begun) return;
+  throw UserError(
+      fmt::format("parameter '{}' got another gradient after its update had begun; set "
+                  "early_updates to false for a model whose passes differ so",
+                  page.page->name));
+}
+
 }  // namespace
 
 Reducer::Reducer(comm::Group* group, pager::Pager& pager, optim::Gradients& gradients,
-                 optim::Updater& updater, Options options)
+                 optim::Updater& updater, EarlyUpdates& early, Options options)
     : group_(group),
       pager_(pager),
       gradients_(gradients),
       updater_(updater),
+      early_(early),
       options_(options),
       ranks_(group == nullptr ? 1 : group->size()),
       rank_(group == nullptr ? 0 : group->rank()),
@@ -126,11 +146,12 @@ void Reducer::plan_buckets(const Lock& /*lock*/) {
   buffer_bytes_ = largest;
 }
 
-void Reducer::begin() {
+void Reducer::begin(bool last) {
   const Lock lock(mutex_);
   if (!rounds_.empty() && !rounds_.back()->over) return;
   rounds_.push_back(std::make_unique<Round>());
   rounds_.back()->arrived.resize(order_.size());
+  rounds_.back()->last = last;
   changed_.notify_all();
 }
 
@@ -296,6 +317,7 @@ void Reducer::run_alone(Lock& lock) {
   Arrival& arrival = *round.arrived[round.order[round.taken++]];
   lock.unlock();
   TrainedPage& page = *arrival.contribution.page;
+  check_not_begun(page);
   updater_.await_part(*page.page);
   const std::byte* direct = in_host_memory(arrival);
   if (direct != nullptr) {
@@ -314,6 +336,7 @@ void Reducer::run_alone(Lock& lock) {
     }
   }
   gradients_.added(page, arrival.contribution.present);
+  if (ask(page, &round)) early_.answer(page, true);
   lock.lock();
   release(arrival, lock);
 }
@@ -369,14 +392,20 @@ void Reducer::exchange(std::span<const Item> bucket, Round* round) {
   const Bytes own_bytes = message_bytes(bucket, rank_);
   const std::byte* own = nullptr;
   Bytes sent = 0;
+  std::vector<bool> early(bucket.size());  // may be updated as soon as it is added up
+  for (std::size_t i = 0; i < bucket.size(); ++i) {
+    early[i] = bucket[i].last && ask(*bucket[i].page, round);
+  }
   for (std::size_t r = 0; r < ranks; ++r) {
     const auto rank = static_cast<int>(r);
     const std::byte* begin = out;
-    for (const Item& item : bucket) {
+    for (std::size_t i = 0; i < bucket.size(); ++i) {
+      const Item& item = bucket[i];
       const TrainedPage& page = *item.page;
       const Range range = part(item, rank);
       const Bytes bytes = range.size() * page.page->element_size;
       std::memset(out, 0, flag_bytes(page));
+      if (early[i]) set_flag(out, page.parameters.size());
       std::byte* data = out + flag_bytes(page);
       const auto* arrival = round == nullptr ? nullptr : &round->arrived[page.number];
       if (arrival != nullptr && arrival->has_value()) {
@@ -406,26 +435,38 @@ void Reducer::exchange(std::span<const Item> bucket, Round* round) {
   }
   std::vector<const std::byte*> parts(ranks);
   Bytes at = 0;
-  for (const Item& item : bucket) {
+  for (std::size_t i = 0; i < bucket.size(); ++i) {
+    const Item& item = bucket[i];
     TrainedPage& page = *item.page;
     const Range range = part(item, rank_);
     std::vector<bool> present(page.parameters.size());
     bool any = false;
+    bool all_early = true;
     for (std::size_t r = 0; r < ranks; ++r) {
       bool has = false;
+      all_early = all_early && flag(messages[r] + at, page.parameters.size());
       read_flags(messages[r] + at, present, has);
       parts[r] = has ? messages[r] + at + flag_bytes(page) : nullptr;
       any = any || has;
     }
     if (any) {
+      check_not_begun(page);
       updater_.await_part(*page.page);
       if (!range.empty()) gradients_.add(page, range.begin, range.size(), parts, present);
       if (item.last) gradients_.added(page, present);
     }
+    if (early[i]) early_.answer(page, all_early && page.filled());
     at += flag_bytes(page) + align_up(range.size() * page.page->element_size, kAlignment);
   }
   const Lock lock(mutex_);
   stats_.exchanged += sent;
+}
+
+/// Whether this rank has nothing against an update of the page at the end of this round.
+bool Reducer::ask(TrainedPage& page, const Round* round) {
+  if (round != nullptr && !round->last) return false;
+  return !page.begun &&
+         early_.ask(page, round != nullptr && round->arrived[page.number].has_value());
 }
 
 const std::byte* Reducer::in_host_memory(const Arrival& arrival) const {

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "pagoda/comm/group.h"
+#include "pagoda/engine/early_updates.h"
 #include "pagoda/optim/gradients.h"
 #include "pagoda/optim/trained_page.h"
 #include "pagoda/optim/updater.h"
@@ -56,7 +57,7 @@ class Reducer {
 
   /// `group` null: one rank.
   Reducer(comm::Group* group, pager::Pager& pager, optim::Gradients& gradients,
-          optim::Updater& updater, Options options);
+          optim::Updater& updater, EarlyUpdates& early, Options options);
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
   ~Reducer();
@@ -65,8 +66,9 @@ class Reducer {
   /// while a round is open.
   void set_order(std::vector<optim::TrainedPage*> order);
 
-  /// A micro-batch's gradients begin to come. Optional: push() begins a round by itself.
-  void begin();
+  /// A micro-batch's gradients begin to come; `last`: of the step. Optional: push() begins a round
+  /// by itself.
+  void begin(bool last);
   /// Hands a gradient over; waits for room. A second one for the same page ends the round and
   /// begins the next.
   void push(Contribution contribution);
@@ -91,6 +93,7 @@ class Reducer {
     std::vector<std::uint32_t> order;             // as they came
     std::size_t taken = 0;                        // of `order`, by the thread of a single rank
     bool over = false;
+    bool last = false;  // of the step, on this rank
   };
   /// Elements [begin, begin + count) of every rank's slice of a page.
   struct Item {
@@ -109,6 +112,7 @@ class Reducer {
   Bytes message_bytes(std::span<const Item> bucket, int rank) const;
   void read_contribution(const Arrival& arrival, pager::Range range, std::byte* to);
   const std::byte* in_host_memory(const Arrival& arrival) const;
+  bool ask(optim::TrainedPage& page, const Round* round);
   void release(Arrival& arrival, const Lock& lock);
   void park(Arrival& arrival);
   void plan_buckets(const Lock& lock);
@@ -117,6 +121,7 @@ class Reducer {
   pager::Pager& pager_;
   optim::Gradients& gradients_;
   optim::Updater& updater_;
+  EarlyUpdates& early_;
   const Options options_;
   const int ranks_;
   const int rank_;

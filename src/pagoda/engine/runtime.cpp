@@ -82,7 +82,10 @@ class Runtime::Remote final : public pager::RemoteSlices {
 };
 
 Runtime::Runtime(const Config& config, std::shared_ptr<comm::World> world)
-    : config_(config), world_(std::move(world)), scale_(loss_scale_options(config)) {
+    : config_(config),
+      world_(std::move(world)),
+      scale_(loss_scale_options(config)),
+      trace_(config.trace, config.trace_steps, world_->rank(), world_->size()) {
   config_.validate();
   device_ = make_device(config_);
   tiers_ = std::make_unique<pager::Tiers>(tiers_options(config_, device_));
@@ -145,8 +148,14 @@ Runtime::Runtime(const Config& config, std::shared_ptr<comm::World> world)
       fail(std::make_exception_ptr(EngineError(std::move(reason))));
     });
   }
+  const bool nothing_global = config_.clip == 0 && !scales_loss();
+  early_ = std::make_unique<EarlyUpdates>(
+      *pager_, *updater_, config_.early_updates && nothing_global, [this](TrainedPage& page) {
+        TrainedPage* const one = &page;
+        if (config_.zero == 0 && !alone()) gather_gradients({&one, 1}, *reduce_group_);
+      });
   reducer_ = std::make_unique<Reducer>(
-      reduce_group_.get(), *pager_, *gradients_, *updater_,
+      reduce_group_.get(), *pager_, *gradients_, *updater_, *early_,
       Reducer::Options{config_.bucket, tiers_->gradient_staging(),
                        [this](std::exception_ptr error) { fail(std::move(error)); }});
 }
@@ -168,6 +177,7 @@ Runtime::~Runtime() {
   }
   if (watch_ != nullptr) watch_->leave();
   updater_->fail(ended);
+  early_->fail();
   reducer_->fail(ended);
   pager_->refuse("the engine has ended");
   for (comm::Group* group : {control_.get(), reduce_group_.get()}) {
@@ -286,6 +296,7 @@ void Runtime::fail(std::exception_ptr error) noexcept {
   }
   pager_->refuse(why);
   updater_->fail(error);
+  if (early_ != nullptr) early_->fail();
   if (reducer_ != nullptr) reducer_->fail(error);
   for (comm::Group* group : {control_.get(), reduce_group_.get()}) {
     if (group != nullptr) group->abort(why);
@@ -306,9 +317,28 @@ TrainedPage* Runtime::trained(const Page& page) noexcept {
   return found == trained_.end() ? nullptr : found->get();
 }
 
+void Runtime::begin_backward(bool last) {
+  check();
+  early_->backward_begins(last, groups_);
+  reducer_->begin(last);
+}
+
 void Runtime::contribute(Contribution contribution) {
   check();
+  early_->gradient_comes(*contribution.page);
   reducer_->push(std::move(contribution));
+}
+
+void Runtime::end_backward() {
+  early_->backward_ends(trained_);
+  reducer_->end();
+}
+
+void Runtime::set_learning_rate(std::size_t group, double lr) {
+  PAGODA_REQUIRE_LT(group, groups_.size(), "there is no such parameter group");
+  if (optim::learning_rate(groups_[group]) == lr) return;
+  early_->forbid("set_lr()");
+  optim::set_learning_rate(groups_[group], lr);
 }
 
 void Runtime::settle() {
@@ -331,11 +361,16 @@ void Runtime::finish() {
 
 StepResult Runtime::step(const std::function<void(Page&)>& bumped) {
   bool all_leaving = false;
-  return step_together(false, all_leaving, bumped);
+  const StepResult result = step_together(false, all_leaving, bumped);
+  trace_.stepped(steps_);
+  return result;
 }
 
 void Runtime::join(const std::function<void(Page&)>& bumped) {
-  for (bool all_leaving = false; !all_leaving;) step_together(true, all_leaving, bumped);
+  for (bool all_leaving = false; !all_leaving;) {
+    step_together(true, all_leaving, bumped);
+    trace_.stepped(steps_);
+  }
 }
 
 StepResult Runtime::step_together(bool leaving, bool& all_leaving,
@@ -343,13 +378,17 @@ StepResult Runtime::step_together(bool leaving, bool& all_leaving,
   check();
   PAGODA_TRACE("engine", "step");
   try {
-    settle();  // of the last step: nobody reads old versions from here on
+    early_->no_more_backward(groups_);
     reducer_->finish();
     check_order();
 
     std::vector<TrainedPage*> pages;
     for (const auto& page : trained_) {
-      if (page->filled()) pages.push_back(page.get());
+      if (!page->filled()) continue;
+      pages.push_back(page.get());
+      // The update before is over, on all ranks from the exchange below on: nobody reads what it
+      // left any more.
+      if (!page->begun) pager_->await_version(*page->page);
     }
     bool wrote = false;
     for (Page* page : pager_->pages()) {
@@ -384,22 +423,30 @@ StepResult Runtime::step_together(bool leaving, bool& all_leaving,
     if (!alone()) agree_on_order();
     if (skips) {
       for (TrainedPage* page : pages) optim::Gradients::clear(*page);
+      early_->step_begins(trained_);
       result.step = steps_;
       return result;
     }
-    if (config_.zero == 0 && !alone()) gather_gradients(pages);
+    std::vector<TrainedPage*> starting;  // the others have begun
+    std::copy_if(pages.begin(), pages.end(), std::back_inserter(starting),
+                 [](const TrainedPage* page) { return !page->begun; });
+    if (config_.zero == 0 && !alone()) gather_gradients(starting, *control_);
     if (!pages.empty()) result.step = ++steps_;
-    for (TrainedPage* page : pages) {
-      for (optim::TrainedParameter& parameter : page->parameters) parameter.used = parameter.filled;
-      optim::Gradients::clear(*page);
-    }
-    pages = update_order(std::move(pages));
     std::vector<Page*> owing;
-    owing.reserve(pages.size());
-    for (TrainedPage* page : pages) owing.push_back(page->page);
+    owing.reserve(starting.size());
+    for (TrainedPage* page : starting) {
+      for (optim::TrainedParameter& parameter : page->parameters) parameter.used = parameter.filled;
+      owing.push_back(page->page);
+    }
     pager_->owe(owing);
-    for (Page* page : owing) bumped(*page);
-    updater_->start(pages, {factor, groups_});
+    updater_->start(
+        starting, std::make_shared<const optim::StepScalars>(optim::StepScalars{factor, groups_}));
+    early_->step_begins(trained_);
+    for (TrainedPage* page : pages) {
+      optim::Gradients::clear(*page);
+      bumped(*page->page);
+    }
+    updater_->follow(update_order(std::move(pages)));
     return result;
   } catch (...) {
     fail_and_throw();
@@ -490,6 +537,7 @@ double Runtime::grad_norm() {
 
 void Runtime::zero_grad() {
   check();
+  early_->forbid("zero_grad()");
   try {
     reducer_->finish();
     for (const auto& page : trained_) optim::Gradients::clear(*page);
@@ -499,7 +547,7 @@ void Runtime::zero_grad() {
 }
 
 /// Stage 0: every rank has the whole reduced gradient.
-void Runtime::gather_gradients(const std::vector<TrainedPage*>& pages) {
+void Runtime::gather_gradients(std::span<TrainedPage* const> pages, comm::Group& group) {
   const auto ranks = static_cast<std::size_t>(world_->size());
   for (TrainedPage* page : pages) {
     const Bytes size = kernels::element_size(page->gradient_dtype);
@@ -520,7 +568,7 @@ void Runtime::gather_gradients(const std::vector<TrainedPage*>& pages) {
       const Range mine = ranges[static_cast<std::size_t>(world_->rank())];
       std::vector<std::byte>& buffer = bytes[static_cast<std::size_t>(world_->rank())];
       if (!own.empty()) tiers_->read(page->gradient, mine.begin * size, buffer);
-      control_->all_gather(buffer, parts);
+      group.all_gather(buffer, parts);
       for (std::size_t r = 0; r < ranks; ++r) {
         if (static_cast<int>(r) == world_->rank()) continue;
         tiers_->write(page->gradient, ranges[r].begin * size, bytes[r]);

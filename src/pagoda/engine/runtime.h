@@ -16,8 +16,10 @@
 #include "pagoda/comm/watch.h"
 #include "pagoda/comm/world.h"
 #include "pagoda/engine/config.h"
+#include "pagoda/engine/early_updates.h"
 #include "pagoda/engine/reducer.h"
 #include "pagoda/engine/stats.h"
+#include "pagoda/engine/step_trace.h"
 #include "pagoda/io/owner_process.h"
 #include "pagoda/optim/gradients.h"
 #include "pagoda/optim/loss_scale.h"
@@ -75,8 +77,11 @@ class Runtime {
   /// The trained form of a page; null for others.
   optim::TrainedPage* trained(const pager::Page& page) noexcept;
 
-  Reducer& reducer() noexcept { return *reducer_; }
+  /// A micro-batch's backward pass. `last`: of its step, so that updates may begin. contribute()
+  /// without a begin belongs to one that is not known to be the last.
+  void begin_backward(bool last);
   void contribute(Contribution contribution);
+  void end_backward();
 
   /// The step: `version_of` is told of every page that owes an update from now on.
   StepResult step(const std::function<void(pager::Page&)>& bumped);
@@ -87,7 +92,8 @@ class Runtime {
   /// Drops the gradients accumulated so far, on this rank; all ranks do it at the same point.
   void zero_grad();
 
-  std::vector<Optimizer>& groups() noexcept { return groups_; }
+  const std::vector<Optimizer>& groups() const noexcept { return groups_; }
+  void set_learning_rate(std::size_t group, double lr);
   double loss_scale() const noexcept { return scale_.scale(); }
   /// Of the gradients accumulated so far. A collective.
   double grad_norm();
@@ -123,7 +129,7 @@ class Runtime {
   void publish_writes(bool slices);
   std::vector<double> gather_squares();
   double total_norm(const std::vector<double>& squares) const;
-  void gather_gradients(const std::vector<optim::TrainedPage*>& pages);
+  void gather_gradients(std::span<optim::TrainedPage* const> pages, comm::Group& group);
   void agree_on_order();
   std::vector<optim::TrainedPage*> update_order(std::vector<optim::TrainedPage*> pages);
   void serve(const comm::PullRequest& request, comm::PullReply& reply);
@@ -146,6 +152,7 @@ class Runtime {
   std::unique_ptr<ThreadPool> pool_;
   std::unique_ptr<optim::Gradients> gradients_;
   std::unique_ptr<optim::Updater> updater_;
+  std::unique_ptr<EarlyUpdates> early_;
   std::unique_ptr<Reducer> reducer_;
   std::unique_ptr<Remote> remote_;
   std::unique_ptr<ThreadPool> completers_;
@@ -156,6 +163,7 @@ class Runtime {
   std::vector<std::unique_ptr<optim::TrainedPage>> trained_;  // by number
   std::vector<Optimizer> groups_;
   optim::LossScale scale_;
+  StepTrace trace_;
   std::uint64_t steps_ = 0;
   unsigned number_ = 0;  // of this engine, among those of its world
 

@@ -46,6 +46,8 @@ std::string Stats::table() const {
   line(out, "gradients to other ranks", format_bytes(gradients.exchanged));
   out += "updates\n";
   line(out, "elements", fmt::format("{}", updates.elements));
+  line(out, "pages",
+       fmt::format("{}, {} of them begun during backward", updates.pages, updates.early));
   line(out, "time",
        fmt::format("{:.1f} ms in kernels, {:.1f} ms waiting for state", milliseconds(updates.busy),
                    milliseconds(updates.waited_io)));

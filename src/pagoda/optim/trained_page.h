@@ -48,6 +48,10 @@ struct TrainedPage {
   bool state_blank = true;  // the updater's
   /// Sums of squares of each block of `reduced`, when norms are kept: the gradients' thread.
   std::vector<double> squares;
+  /// Its update of the coming step has begun: the gradients' thread, and step() in between.
+  bool begun = false;
+  /// The step of its first gradient in a last backward pass: early updates'.
+  std::uint64_t first_gradient = 0;
 
   std::uint64_t elements() const noexcept { return page->elements; }
   /// Whether any of its parameters has a gradient in this step.

@@ -134,19 +134,32 @@ void Updater::remove(TrainedPage& page) {
   records_.erase(page.page);
 }
 
-void Updater::start(std::span<TrainedPage* const> order, StepScalars scalars) {
+void Updater::start(std::span<TrainedPage* const> order,
+                    std::shared_ptr<const StepScalars> scalars) {
   const std::lock_guard lock(mutex_);
-  scalars_ = std::make_shared<const StepScalars>(std::move(scalars));
   for (TrainedPage* page : order) {
     Record& record = *records_.at(page->page);
     PAGODA_CHECK_EQ(record.done, record.target, "a page owes two updates at once (page {})",
                     page->page->name);
     ++record.target;
-    record.step = scalars_;
+    record.step = scalars;
+    if (page->begun) ++stats_.early;
     queue_.push_back(&record);
     ++owed_;
   }
   changed_.notify_all();
+}
+
+void Updater::follow(std::span<TrainedPage* const> order) {
+  std::unordered_map<const TrainedPage*, std::size_t> place;
+  for (const TrainedPage* page : order) place.emplace(page, place.size());
+  const std::lock_guard lock(mutex_);
+  const auto position = [&](const Record* record) {
+    const auto found = place.find(record->page);
+    return found == place.end() ? place.size() : found->second;
+  };
+  std::stable_sort(queue_.begin(), queue_.end(),
+                   [&](const Record* a, const Record* b) { return position(a) < position(b); });
 }
 
 void Updater::settle(pager::Page& page) {

@@ -29,6 +29,7 @@ struct StepScalars {
 
 struct UpdaterStats {
   std::uint64_t pages = 0;
+  std::uint64_t early = 0;  // of these, begun before their step()
   std::uint64_t elements = 0;
   Nanos busy = 0;          // in the kernels
   Nanos waited_io = 0;     // for state to arrive or to leave
@@ -74,7 +75,9 @@ class Updater final : public pager::Debts {
   void remove(TrainedPage& page);
 
   /// The pages, which the pager knows to owe an update, are updated in this order.
-  void start(std::span<TrainedPage* const> order, StepScalars scalars);
+  void start(std::span<TrainedPage* const> order, std::shared_ptr<const StepScalars> scalars);
+  /// What waits is made in this order from now on; what is not in it, last.
+  void follow(std::span<TrainedPage* const> order);
 
   void settle(pager::Page& page) override;
   void about_to_write(pager::Page& page) override;
@@ -119,7 +122,6 @@ class Updater final : public pager::Debts {
   std::condition_variable changed_;
   std::unordered_map<const pager::Page*, std::unique_ptr<Record>> records_;  // guarded by mutex_
   std::deque<Record*> queue_;                                                // guarded by mutex_
-  std::shared_ptr<const StepScalars> scalars_;                               // guarded by mutex_
   std::size_t owed_ = 0;      // pages queued or under way; guarded by mutex_
   std::exception_ptr error_;  // guarded by mutex_
   bool stopping_ = false;     // guarded by mutex_

@@ -24,6 +24,13 @@ enum class Residency : std::uint8_t {
   Leaving,   ///< being written back to its home [the page, until that is over]
 };
 
+/// Whether the page's update of the coming step begins before step().
+enum class Early : std::uint8_t {
+  No,
+  Asked,  ///< the ranks are being asked: a touch waits for the answer
+  Begun,  ///< a touch before step() is an error: it would see what is not there yet
+};
+
 /// The other side of a page: whoever must learn where its bytes are now (torch's storages). Called
 /// under the pager's lock, from the thread that touches or evicts; must not call the pager.
 class Binding {
@@ -60,6 +67,9 @@ struct Page {
   /// Updates that home has seen, and that it must have seen before anybody may look.
   std::uint64_t version = 0;
   std::uint64_t wanted = 0;
+  Early early = Early::No;
+  bool gradient_gone = false;  // the last gradient before the step has been handed over
+  bool used_late = false;      // touched after that, in some step
   /// Home has never been written: a page that was born and not yet initialised.
   bool blank = true;
 

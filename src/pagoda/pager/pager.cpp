@@ -214,9 +214,15 @@ void Pager::touch(std::span<const Access> accesses, std::uint8_t mode, device::S
                                                  [](const Access& access) { return access.write; });
   for (;;) {
     if (!refused_.empty()) throw EngineError(refused_);
-    const auto owing = std::find_if(accesses.begin(), accesses.end(),
-                                    [](const Access& access) { return access.page->owes(); });
+    const auto owing = std::find_if(accesses.begin(), accesses.end(), [](const Access& access) {
+      return access.page->owes() || access.page->early != Early::No;
+    });
     if (owing != accesses.end()) {
+      if (owing->page->early == Early::Begun) used_early(*owing->page);
+      if (owing->page->early == Early::Asked) {
+        changed_.wait(lock);
+        continue;
+      }
       PAGODA_CHECK(debts_ != nullptr, "a page owes an update that nobody makes (page {})",
                    owing->page->name);
       PAGODA_TRACE("pager", "wait for update", {"page", owing->page->name});
@@ -253,7 +259,8 @@ void Pager::touch(std::span<const Access> accesses, std::uint8_t mode, device::S
       bool again = false;
       for (const Access& access : accesses) {
         await(*access.page, lock);
-        again = again || access.page->residency != Residency::Resident || access.page->owes();
+        again = again || access.page->residency != Residency::Resident || access.page->owes() ||
+                access.page->early != Early::No;
       }
       if (again) {
         unpin_all(accesses, lock);
@@ -472,6 +479,7 @@ void Pager::use(Page& page, bool write, std::uint8_t mode, device::Stream* consu
                 const Lock& /*lock*/) {
   ++stats_.touches;
   page.last_touch = ++sequence_;
+  page.used_late = page.used_late || page.gradient_gone;
   if (page.prefetched) {
     ++stats_.prefetch_hits;
     page.prefetched = false;
@@ -562,6 +570,7 @@ void Pager::pump(const Lock& lock) {
     if (id == kNoPage) return;
     Page& page = *by_id_[id];
     if (page.residency != Residency::Absent || page.owes() || page.blank) return;
+    if (page.early == Early::Asked) return;
     if (page.fetch_error != nullptr) return;  // whoever touches it shall see that first
     while (!try_take_block(page, lock)) {
       Page* goes = victim(id, false, lock);
@@ -605,6 +614,39 @@ void Pager::updated(Page& page, std::uint64_t version) {
   if (foresight_ != nullptr && page.residency == Residency::Absent) foresight_->absent(page.id);
   changed_.notify_all();
   pump(lock);
+}
+
+void Pager::gradient_gone(Page& page) {
+  const Lock lock(mutex_);
+  page.gradient_gone = true;
+}
+
+bool Pager::ask_early(Page& page) {
+  const Lock lock(mutex_);
+  const bool written = page.dirty || page.own_copy || page.before;
+  if (written || page.used_late || page.pins > 0 || page.moving() || page.owes()) return false;
+  page.early = Early::Asked;
+  return true;
+}
+
+void Pager::answer_early(Page& page, bool yes) {
+  const Lock lock(mutex_);
+  page.early = yes ? Early::Begun : Early::No;
+  changed_.notify_all();
+}
+
+void Pager::step_begins(Page& page) {
+  const Lock lock(mutex_);
+  page.early = Early::No;
+  page.gradient_gone = false;
+}
+
+void Pager::used_early(const Page& page) const {
+  throw UserError(fmt::format(
+      "page '{}' is used between its last gradient of a step and step(), which it was not in the "
+      "steps before: its update has begun. Use it before backward() or after step(), or set "
+      "early_updates to false",
+      page.name));
 }
 
 void Pager::await_version(const Page& page) {

@@ -50,8 +50,8 @@ void Engine::attach(::torch::nn::Module& model, const Optimizer& optimizer) {
   impl_->attach(model, {{{}, optimizer}});
 }
 
-void Engine::backward(const at::Tensor& loss) {
-  impl_->backward(loss);
+void Engine::backward(const at::Tensor& loss, std::optional<bool> last) {
+  impl_->backward(loss, last);
 }
 
 StepReport Engine::step() {
@@ -67,13 +67,11 @@ void Engine::finish() {
 }
 
 void Engine::set_lr(double lr) {
-  for (Optimizer& group : impl_->runtime().groups()) optim::set_learning_rate(group, lr);
+  for (std::size_t group = 0; group < impl_->runtime().groups().size(); ++group) set_lr(group, lr);
 }
 
 void Engine::set_lr(std::size_t group, double lr) {
-  auto& groups = impl_->runtime().groups();
-  PAGODA_REQUIRE_LT(group, groups.size(), "there is no such parameter group");
-  optim::set_learning_rate(groups[group], lr);
+  impl_->runtime().set_learning_rate(group, lr);
 }
 
 double Engine::loss_scale() const {
@@ -89,7 +87,7 @@ double Engine::grad_norm() {
 }
 
 void Engine::zero_grad() {
-  impl_->runtime().zero_grad();
+  impl_->zero_grad();
 }
 
 std::shared_ptr<void> Engine::pin(const at::Tensor& parameter) {

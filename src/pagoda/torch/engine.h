@@ -3,6 +3,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -71,9 +72,11 @@ class Engine {
   /// The same with groups; parameters in none of them are not trained.
   void attach(::torch::nn::Module& model, std::vector<ParameterGroup> groups);
 
-  /// One micro-batch. `last`: updates may start before step(); by default every
-  /// `accumulation`-th is.
-  void backward(const at::Tensor& loss);
+  /// One micro-batch. `last`: no other comes before step(), so that updates may begin; by default
+  /// the `accumulation`-th since the last step is. After it, until step(), what would change the
+  /// step (another backward(), set_lr(), zero_grad()) and the use of parameters are errors where
+  /// updates have begun, unless the steps before have shown that they are to be expected.
+  void backward(const at::Tensor& loss, std::optional<bool> last = std::nullopt);
   /// At accumulation boundaries: fixes what the updates need and returns; they run while the next
   /// forward does. Micro-batches that are not complete make it wait for none: what came, counts.
   StepReport step();

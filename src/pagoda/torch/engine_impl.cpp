@@ -9,12 +9,14 @@
 #include <ATen/record_function.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/nn/module.h>
+#include <torch/nn/modules/embedding.h>
 
 #include "pagoda/base/error.h"
 #include "pagoda/base/log.h"
 #include "pagoda/engine/backend.h"
 #include "pagoda/torch/autograd_state.h"
 #include "pagoda/torch/cuda_library.h"
+#include "pagoda/torch/cuda_memory.h"
 #include "pagoda/torch/element_type.h"
 #include "pagoda/torch/gradient_hook.h"
 #include "pagoda/torch/storage_table.h"
@@ -39,6 +41,7 @@ bool covers_storage(const at::Tensor& tensor, std::uint64_t elements) {
 Engine::Impl::Impl(const Config& config, std::shared_ptr<comm::World> world)
     : runtime_(std::make_unique<engine::Runtime>(config, std::move(world))) {
   if (runtime_->device().kind() == device::DeviceKind::Cuda) torch::load_cuda();
+  if (const auto limit = runtime_->config().device_limit) limit_device(*limit);
   torch::observer::install();
 }
 
@@ -62,6 +65,19 @@ Engine::Impl::~Impl() {
   }
   runtime_.reset();
   storages_.clear();
+}
+
+/// What the limit leaves beside the pages' arena is torch's: activations, workspaces, gradients.
+void Engine::Impl::limit_device(Bytes limit) {
+  if (runtime_->device().kind() != device::DeviceKind::Cuda) {
+    log::warn("torch", "device_limit has no effect: torch counts its memory on CUDA devices only");
+    return;
+  }
+  const Bytes pages = runtime_->tiers().arena().stats().capacity;
+  PAGODA_REQUIRE(limit > pages, "device_limit ({}) leaves nothing beside the pages' {}",
+                 format_bytes(limit), format_bytes(pages));
+  limit_ =
+      torch::limit_cuda_memory(device(), limit - pages, runtime_->device().memory_info().total);
 }
 
 std::string Engine::Impl::touch_failed(std::exception_ptr error) noexcept {
@@ -211,8 +227,29 @@ void Engine::Impl::check_trainable(const at::Tensor& tensor, const std::string& 
                  "parameter '{}' is sparse: only dense ones can be paged", name);
   PAGODA_REQUIRE(!tensor.is_complex(), "parameter '{}' is complex: train its real view instead",
                  name);
-  PAGODA_REQUIRE(tensor.has_storage(),
-                 "parameter '{}' is a tensor subclass without a storage of its own", name);
+  const bool plain =
+      tensor.has_storage() && !tensor.key_set().has_any(c10::DispatchKeySet(
+                                  {c10::DispatchKey::Python, c10::DispatchKey::FuncTorchBatched,
+                                   c10::DispatchKey::FuncTorchGradWrapper}));
+  PAGODA_REQUIRE(plain, "parameter '{}' is a tensor subclass, of which the bytes are not known",
+                 name);
+}
+
+/// Sparse gradients are not paged: said now, not when the first one comes.
+void Engine::Impl::check_modules(const ::torch::nn::Module& model) {
+  const auto check = [](const ::torch::nn::Module& module, const std::string& name) {
+    const auto* embedding = module.as<::torch::nn::EmbeddingImpl>();
+    const auto* bag = module.as<::torch::nn::EmbeddingBagImpl>();
+    const bool sparse = (embedding != nullptr && embedding->options.sparse()) ||
+                        (bag != nullptr && bag->options.sparse());
+    if (!sparse) return;
+    throw UserError(
+        fmt::format("module '{}' gives sparse gradients: build it with sparse(false)", name));
+  };
+  check(model, model.name());
+  for (const auto& item : model.named_modules("", /*include_self=*/false)) {
+    check(*item.value(), item.key());
+  }
 }
 
 /// The runs of consecutive elements that a parameter has in its storage, in their order.
@@ -248,6 +285,7 @@ void Engine::Impl::attach(::torch::nn::Module& model, std::vector<ParameterGroup
   runtime_->check();
   PAGODA_REQUIRE(parameters_.empty(), "a model is attached already: release() it first");
   PAGODA_REQUIRE(!groups.empty(), "there is no optimizer");
+  check_modules(model);
   const bool one_for_all = groups.size() == 1 && groups[0].parameters.empty();
   std::unordered_map<const c10::TensorImpl*, std::uint32_t> group_of;
   for (std::uint32_t g = 0; g < groups.size(); ++g) {
@@ -333,10 +371,11 @@ void Engine::Impl::attach(::torch::nn::Module& model, std::vector<ParameterGroup
   }
 }
 
-void Engine::Impl::backward(const at::Tensor& loss) {
+void Engine::Impl::backward(const at::Tensor& loss, std::optional<bool> last) {
   runtime_->check();
   PAGODA_REQUIRE(!parameters_.empty(), "no model is attached: call attach() first");
-  runtime_->reducer().begin();
+  ++backwards_;
+  runtime_->begin_backward(last.value_or(backwards_ == runtime_->config().accumulation));
   const double scale = runtime_->loss_scale();
   try {
     torch::run_backward(scale == 1 ? loss : loss * scale, pass_);
@@ -347,7 +386,13 @@ void Engine::Impl::backward(const at::Tensor& loss) {
   }
   pass_.store(torch::kNoPass);
   end_of_backward();
-  runtime_->reducer().end();
+  runtime_->end_backward();
+}
+
+void Engine::Impl::zero_grad() {
+  end_of_backward();
+  runtime_->zero_grad();
+  backwards_ = 0;
 }
 
 void Engine::Impl::gradient_ready(std::size_t index, const at::Tensor& tensor) {
@@ -379,7 +424,7 @@ int Engine::Impl::plain_pass() {
         plain_passes_.clear();
       }
       end_of_backward();
-      runtime_->reducer().end();
+      runtime_->end_backward();
     });
   }
   return plain_passes_.front();
@@ -475,6 +520,7 @@ StepReport Engine::Impl::step(bool joining) {
   }
   end_of_backward();
   check_hooks();
+  backwards_ = 0;
   const auto bumped = [this](pager::Page& page) { bump(page); };
   engine::StepResult result;
   if (joining) {

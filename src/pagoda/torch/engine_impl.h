@@ -4,6 +4,7 @@
 #include <atomic>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -32,13 +33,15 @@ class Engine::Impl final : public torch::ObserverClient {
   void attach(::torch::nn::Module& model, std::vector<ParameterGroup> groups);
   void release(::torch::nn::Module& model);
 
-  void backward(const at::Tensor& loss);
+  void backward(const at::Tensor& loss, std::optional<bool> last);
   StepReport step(bool joining);
   at::Tensor grad(const at::Tensor& tensor);
   std::shared_ptr<void> pin(const at::Tensor& tensor);
 
   /// A parameter's gradient has been accumulated: called by its hook.
   void gradient_ready(std::size_t parameter, const at::Tensor& tensor);
+
+  void zero_grad();
 
   engine::Runtime& runtime() noexcept { return *runtime_; }
   /// Where a page of this engine is, as torch says it.
@@ -72,7 +75,9 @@ class Engine::Impl final : public torch::ObserverClient {
     c10::weak_intrusive_ptr<c10::StorageImpl> to;
   };
 
+  void limit_device(Bytes limit);
   void point_at(at::Tensor& tensor, const c10::Storage& storage) const;
+  static void check_modules(const ::torch::nn::Module& model);
   void check_trainable(const at::Tensor& tensor, const std::string& name) const;
   std::vector<optim::Segment> segments_of(const at::Tensor& tensor, std::size_t in_page) const;
   void take_gradient(Parameter& parameter, const at::Tensor& tensor);
@@ -85,6 +90,7 @@ class Engine::Impl final : public torch::ObserverClient {
   void bump(pager::Page& page);
 
   std::unique_ptr<engine::Runtime> runtime_;
+  std::shared_ptr<void> limit_;  // of torch's own memory on the device, where one is set
   std::unordered_map<const c10::StorageImpl*, std::unique_ptr<torch::PageStorage>> storages_;
   std::unordered_map<const c10::StorageImpl*, Moved> moved_;
   std::vector<Parameter> parameters_;
@@ -95,6 +101,7 @@ class Engine::Impl final : public torch::ObserverClient {
   std::atomic<int> pass_{-1};  // the backward pass under way, where it is ours
   std::unordered_map<void*, std::shared_ptr<device::Stream>> streams_;  // guarded by stream_mutex_
   std::mutex stream_mutex_;
+  unsigned backwards_ = 0;  // since the last step
   std::size_t births_ = 0;
   std::size_t births_since_sweep_ = 0;
 };

@@ -67,6 +67,7 @@ TEST(ConfigJson, EveryValueSurvivesTheWayThereAndBack) {
   config.master = Master::Split;
   config.moments = MomentType::Bf16;
   config.seed = ~std::uint64_t{0};
+  config.early_updates = false;
   config.checksums = false;
   config.io_engine = io::EngineChoice::Uring;
   config.direct = io::Direct::On;
@@ -82,6 +83,7 @@ TEST(ConfigJson, EveryValueSurvivesTheWayThereAndBack) {
   config.heartbeat = 1e-9;
   config.check_order = true;
   config.trace = "/tmp/trace.json";
+  config.trace_steps = "7";
   EXPECT_EQ(Config::from_json(config.to_json()), config) << config.to_json();
   for (const ConfigKey& key : Config::keys()) {
     EXPECT_NE(config.get(key.name), key.initial) << "this test leaves it out";

@@ -212,6 +212,8 @@ class Rank {
         forward(step);
         backward(step, micro);
       }
+      if (r_.before_step) r_.before_step(step, runtime_);
+      if (r_.late_from >= 0 && step >= r_.late_from) look(step, {{pages_[1], false}});
       runtime_.step([](Page&) {});
     }
     write(r_.steps);
@@ -274,7 +276,7 @@ class Rank {
   }
 
   void backward(int step, int micro) {
-    runtime_.reducer().begin();
+    runtime_.begin_backward(micro + 1 == r_.micro_batches);
     for (std::size_t i = pages_.size(); i-- > 0;) {
       look(step, {{pages_[i], false}});
       if (!contributes(r_, rank_, step, micro, i)) continue;
@@ -286,7 +288,7 @@ class Rank {
       contribution.keep = bits;
       runtime_.contribute(std::move(contribution));
     }
-    runtime_.reducer().end();
+    runtime_.end_backward();
   }
 
   const Rehearsal& r_;

@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "pagoda/engine/runtime.h"
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "pagoda/base/error.h"
+#include "pagoda/comm/thread_world.h"
 #include "unit/engine/rehearsal.h"
 #include "unit/io/scratch_directory.h"
 
@@ -76,6 +79,95 @@ TEST_P(RuntimeRanks, SoOnAnAsynchronousDeviceWithStatesOnDisk) {
 }
 
 INSTANTIATE_TEST_SUITE_P(, RuntimeRanks,
+                         testing::Combine(testing::Values(1, 2, 3), testing::Values(0U, 1U, 3U)),
+                         [](const auto& info) {
+                           return fmt::format("{}RanksZero{}", std::get<0>(info.param),
+                                              std::get<1>(info.param));
+                         });
+
+class EarlyUpdates : public testing::TestWithParam<std::tuple<int, unsigned>> {
+ protected:
+  /// Trains and returns how many updates each rank began before their step().
+  std::vector<std::uint64_t> early_updates() {
+    std::vector<std::uint64_t> out(static_cast<std::size_t>(r.ranks));
+    rehearse(r, comm::make_thread_worlds(r.ranks), [&](int rank, Runtime& runtime) {
+      out[static_cast<std::size_t>(rank)] = runtime.stats().updates.early;
+    });
+    return out;
+  }
+  void SetUp() override {
+    r.config = tiny();
+    r.config.prefetch = false;  // a page that is just being fetched waits for step()
+    r.steps = 4;
+    std::tie(r.ranks, r.config.zero) = GetParam();
+  }
+  /// In the third step all updates have begun when `then` is called, before step().
+  void before_third_step(std::function<void(Runtime&)> then) {
+    r.before_step = [this, then = std::move(then)](int step, Runtime& runtime) {
+      if (step != 2) return;
+      while (runtime.stats().updates.early < 2 * r.pages.size()) std::this_thread::yield();
+      then(runtime);
+    };
+  }
+  std::vector<std::uint64_t> on_each_rank(std::uint64_t count) const {
+    return std::vector<std::uint64_t>(static_cast<std::size_t>(r.ranks), count);
+  }
+
+  Rehearsal r;
+};
+
+TEST_P(EarlyUpdates, BeginDuringEveryBackwardButTheFirst) {
+  EXPECT_EQ(early_updates(), on_each_rank(3 * r.pages.size()));
+  r.micro_batches = 2;
+  EXPECT_EQ(early_updates(), on_each_rank(3 * r.pages.size()));
+}
+
+TEST_P(EarlyUpdates, WaitForTheStepWhereTheNormIsNeeded) {
+  r.config.clip = 0.5;
+  EXPECT_EQ(early_updates(), on_each_rank(0));
+}
+
+TEST_P(EarlyUpdates, CanBeSwitchedOff) {
+  r.config.early_updates = false;
+  EXPECT_EQ(early_updates(), on_each_rank(0));
+}
+
+TEST_P(EarlyUpdates, LeaveAPageAloneThatIsLookedAtBeforeTheStep) {
+  r.late_from = 0;
+  EXPECT_EQ(early_updates(), on_each_rank(3 * (r.pages.size() - 1)));
+}
+
+TEST_P(EarlyUpdates, MakeASurprisingLookAnErrorThatNamesThePage) {
+  r.late_from = 2;
+  before_third_step([](Runtime&) {});
+  try {
+    rehearse(r);
+    FAIL() << "page 1 was seen with an update that no step() had asked for";
+  } catch (const std::exception& error) {
+    EXPECT_THAT(error.what(), testing::HasSubstr("page 1"));
+    EXPECT_THAT(error.what(), testing::HasSubstr("early_updates"));
+  }
+}
+
+TEST_P(EarlyUpdates, GiveWayToAHabitOfTheUser) {
+  r.before_step = [](int /*step*/, Runtime& runtime) {
+    const double lr = optim::learning_rate(runtime.groups()[0]);
+    runtime.set_learning_rate(0, lr / 2);
+    runtime.set_learning_rate(0, lr);
+  };
+  EXPECT_EQ(early_updates(), on_each_rank(0));
+}
+
+TEST_P(EarlyUpdates, RefuseWhatWouldChangeThem) {
+  before_third_step([](Runtime& runtime) {
+    EXPECT_THROW(runtime.set_learning_rate(0, 0.5), UserError);
+    EXPECT_THROW(runtime.zero_grad(), UserError);
+    EXPECT_THROW(runtime.begin_backward(true), UserError);
+  });
+  EXPECT_EQ(early_updates(), on_each_rank(3 * r.pages.size()));  // …and go on as before
+}
+
+INSTANTIATE_TEST_SUITE_P(, EarlyUpdates,
                          testing::Combine(testing::Values(1, 2, 3), testing::Values(0U, 1U, 3U)),
                          [](const auto& info) {
                            return fmt::format("{}RanksZero{}", std::get<0>(info.param),
