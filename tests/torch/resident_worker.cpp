@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// A process of budget_test.cpp: trains a model of 1 GiB for a step and prints "resident BYTES counted
-// BYTES": how far its resident memory rose above what it was with torch and a small engine loaded,
-// and what the engine's budgets say that it had at most.
+// A process of budget_test.cpp: trains a model of 1 GiB for a step and prints "resident BYTES
+// counted BYTES": how far its resident memory rose above what it was with torch and a small engine
+// loaded, and what the engine's budgets say that it had at most.
 //   resident_worker host|nvme DIRECTORY
 #include <cstdio>
 #include <fstream>
@@ -40,7 +40,8 @@ Peak train(const pagoda::Config& config, int layers, std::int64_t width) {
   auto model = engine.build([&] {
     torch::nn::Sequential layers_of_it;
     for (int i = 0; i < layers; ++i) {
-      layers_of_it->push_back(torch::nn::Linear(torch::nn::LinearOptions(width, width).bias(false)));
+      layers_of_it->push_back(
+          torch::nn::Linear(torch::nn::LinearOptions(width, width).bias(false)));
     }
     return layers_of_it;
   });
@@ -58,7 +59,7 @@ Peak train(const pagoda::Config& config, int layers, std::int64_t width) {
 int main(int argc, char** argv) {
   try {
     PAGODA_REQUIRE_EQ(argc, 3, "resident_worker host|nvme DIRECTORY");
-    at::set_num_threads(1);  // each has an arena of its own in malloc
+    at::set_num_threads(1);              // each has an arena of its own in malloc
     mallopt(M_MMAP_THRESHOLD, 1 << 20);  // what torch frees is not resident any more
     pagoda::Config config;
     config.device = "cpu";
