@@ -4,9 +4,12 @@ in PAGODA_BUILD."""
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "python"))
 
 
 @pytest.fixture(scope="session")

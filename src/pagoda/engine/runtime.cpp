@@ -341,6 +341,26 @@ void Runtime::set_learning_rate(std::size_t group, double lr) {
   optim::set_learning_rate(groups_[group], lr);
 }
 
+void Runtime::set_optimizer(std::size_t group, const Optimizer& optimizer) {
+  PAGODA_REQUIRE_LT(group, groups_.size(), "there is no such parameter group");
+  PAGODA_REQUIRE(
+      optim::name(optimizer) == optim::name(groups_[group]) &&
+          optim::has_momentum(optimizer) == optim::has_momentum(groups_[group]),
+      "another optimizer needs another state: release() the model and attach() it again");
+  early_->forbid("a change of the optimizer's constants");
+  groups_[group] = optimizer;
+}
+
+void Runtime::set_clip(double clip) {
+  PAGODA_REQUIRE(trained_.empty(), "clip can be set before attach() only");
+  Config changed = config_;
+  changed.clip = clip;
+  changed.validate();
+  config_.clip = clip;
+  gradients_->keep_squares(clip > 0 || scales_loss());
+  early_->enable(config_.early_updates && clip == 0 && !scales_loss());
+}
+
 void Runtime::settle() {
   updater_->settle_all();
   std::unique_lock lock(completions_mutex_);

@@ -94,6 +94,10 @@ class Runtime {
 
   const std::vector<Optimizer>& groups() const noexcept { return groups_; }
   void set_learning_rate(std::size_t group, double lr);
+  /// Other constants of the group's rule: it stays the same rule with the same state.
+  void set_optimizer(std::size_t group, const Optimizer& optimizer);
+  /// Before attach(): what the configuration says of clipping.
+  void set_clip(double clip);
   double loss_scale() const noexcept { return scale_.scale(); }
   /// Of the gradients accumulated so far. A collective.
   double grad_norm();
