@@ -11,6 +11,8 @@ import torch
 
 import pagoda
 
+torch.set_num_threads(1)  # small work: threads would only wait
+
 STEPS = 3
 LR = 1e-3
 DECAY = 0.01
