@@ -19,23 +19,26 @@ _guarded = False
 
 
 class Attachment:
-    """The parameters of one engine, while it has their gradients."""
+    """The parameters of one engine, while it has their gradients.
+
+    `norm`: for frameworks that clip by themselves, where the engine clips already: their call gets
+    the norm, and nothing else happens.
+    """
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
-        self.ids = {id(parameter) for parameter in parameters}
         self.kept = list(parameters)  # an id means something while its object lives
+        self.ids = {id(parameter) for parameter in self.kept}
+        self.norm: Callable[[], float] | None = None
         _attached.add(self)
         _guard()
 
 
-def _check(name: str, parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+def _attachment_of(tensors: list[torch.Tensor]) -> Attachment | None:
     for attachment in _attached:
         assert isinstance(attachment, Attachment)
         if any(id(tensor) in attachment.ids for tensor in tensors):
-            raise UserError(f"{name}: the gradients of these parameters are the engine's; say "
-                            "engine.attach(model, clip=…), and engine.grad_norm() for their norm")
-    return tensors
+            return attachment
+    return None
 
 
 def _guard() -> None:
@@ -51,6 +54,14 @@ def _guard() -> None:
 
         def checked(parameters: Any, *args: Any, _name: str = name,
                     _plain: Callable[..., Any] = plain, **kwargs: Any) -> Any:
-            return _plain(_check(_name, parameters), *args, **kwargs)
+            single = isinstance(parameters, torch.Tensor)
+            tensors = [parameters] if single else list(parameters)
+            attachment = _attachment_of(tensors)
+            if attachment is None:
+                return _plain(tensors, *args, **kwargs)
+            if attachment.norm is not None and _name == "clip_grad_norm_":
+                return torch.tensor(attachment.norm())
+            raise UserError(f"{_name}: the gradients of these parameters are the engine's; say "
+                            "engine.attach(model, clip=…), and engine.grad_norm() for their norm")
 
         cell.cell_contents = functools.wraps(plain)(checked)

@@ -17,6 +17,7 @@ from torch import distributed
 from pagoda.birth import birth_scope
 from pagoda.clipping import Attachment
 from pagoda.errors import UserError, translated
+from pagoda.export import save
 from pagoda.library import Handle, make_engine
 from pagoda.optimizer import KINDS, Optimizer, constants_of, group_defaults
 from pagoda.pin import Pin
@@ -237,6 +238,21 @@ class Engine:
         self._model, self._parameters, self._optimizer = None, {}, None
         self._attachment = None
 
+    def save_pretrained(self, directory: str | Path, model: torch.nn.Module | None = None, *,
+                        max_shard_bytes: int = 5_000_000_000) -> None:
+        """Writes the model (the attached one) as a Hugging Face directory: safetensors files and
+        its configuration; of a peft model, its adapters. One page is in memory at a time, and files
+        of before are replaced when all new ones are there. Rank 0 writes.
+        """
+        model = self._model if model is None else model
+        if model is None:
+            raise UserError("no model is attached: name the one to save")
+        self.finish()
+        if self.rank == 0:
+            save(model, Path(directory), max_shard_bytes)
+        with translated():
+            self._handle.barrier()
+
     # Training.
 
     def backward(self, loss: torch.Tensor, last: bool | None = None) -> None:
@@ -292,6 +308,14 @@ class Engine:
         """The norm of all gradients accumulated so far."""
         with translated():
             return self._handle.grad_norm()
+
+    def leave_clipping_to_engine(self) -> None:
+        """For frameworks that call clip_grad_norm_ themselves: from now on they get the norm, and
+        the engine's own `clip` is what clips."""
+        if self._attachment is None:
+            raise UserError("no model is attached: call attach() first")
+        handle = self._handle
+        self._attachment.norm = lambda: handle.grad_norm()
 
     def zero_grad(self) -> None:
         """Drops the gradients accumulated since the last step."""

@@ -59,7 +59,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def __init__(self, handle: Handle, groups: list[dict[str, Any]],
                  take_step: Callable[[], StepReport], zero_grad: Callable[[], None]) -> None:
-        super().__init__(groups, {})
+        super().__init__(groups, group_defaults(groups[0]["optimizer"]))
         self._handle = handle
         self._take_step = take_step
         self._zero_grad = zero_grad

@@ -95,6 +95,7 @@ Runtime::Runtime(const Config& config, std::shared_ptr<comm::World> world)
   pages.rank = world_->rank();
   pages.slicing = {world_->size()};
   pages.dropped_wait = config_.dropped_wait;
+  if (!config_.pin_advice.empty()) pages.pin_advice = config_.pin_advice;
   pager_ = std::make_unique<pager::Pager>(*tiers_, pages);
   oracle_ = std::make_unique<prefetch::Oracle>();
   if (config_.prefetch) pager_->set_foresight(oracle_.get());
@@ -374,6 +375,15 @@ void Runtime::finish() {
   try {
     settle();
     check_order();
+  } catch (...) {
+    fail_and_throw();
+  }
+}
+
+void Runtime::barrier() {
+  check();
+  try {
+    if (!alone()) control_->barrier();
   } catch (...) {
     fail_and_throw();
   }

@@ -89,6 +89,8 @@ class Runtime {
   void join(const std::function<void(pager::Page&)>& bumped);
   /// Returns when nothing is owed.
   void finish();
+  /// Returns when every rank has called it.
+  void barrier();
   /// Drops the gradients accumulated so far, on this rank; all ranks do it at the same point.
   void zero_grad();
 

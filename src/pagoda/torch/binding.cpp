@@ -204,7 +204,10 @@ class BoundEngine final : public ::torch::CustomClassHolder {
       auto world = group.has_value() ? world_from_group(**group)
                    : from_env        ? world_from_env()
                                      : comm::make_solo_world();
-      engine_ = std::make_shared<Engine>(Config::from_json(config), std::move(world));
+      Config parsed = Config::from_json(config);
+      parsed.pin_advice =
+          "pin it (with engine.pin(parameter):), or save the model with engine.save_pretrained()";
+      engine_ = std::make_shared<Engine>(parsed, std::move(world));
     });
   }
 
@@ -256,6 +259,9 @@ class BoundEngine final : public ::torch::CustomClassHolder {
   }
   void finish() {
     telling([&] { engine().finish(); });
+  }
+  void barrier() {
+    telling([&] { engine().barrier(); });
   }
   void zero_grad() {
     telling([&] { engine().zero_grad(); });
@@ -340,6 +346,7 @@ TORCH_LIBRARY_FRAGMENT(pagoda, library) {
       .def("step", &BoundEngine::step)
       .def("join", &BoundEngine::join)
       .def("finish", &BoundEngine::finish)
+      .def("barrier", &BoundEngine::barrier)
       .def("zero_grad", &BoundEngine::zero_grad)
       .def("set_clip", &BoundEngine::set_clip)
       .def("set_optimizer", &BoundEngine::set_optimizer)

@@ -80,6 +80,10 @@ void Engine::finish() {
   impl_->runtime().finish();
 }
 
+void Engine::barrier() {
+  impl_->runtime().barrier();
+}
+
 void Engine::set_lr(double lr) {
   for (std::size_t group = 0; group < impl_->runtime().groups().size(); ++group) set_lr(group, lr);
 }

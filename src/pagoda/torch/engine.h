@@ -91,6 +91,8 @@ class Engine {
   void join();
   /// Returns when every update has been made.
   void finish();
+  /// Returns when every rank has called it.
+  void barrier();
 
   void set_lr(double lr);
   void set_lr(std::size_t group, double lr);
