@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -85,9 +85,9 @@ class Engine:
         # Not a destructor: it may not run while Python's lock is held.
         self._end = weakref.finalize(self, self._handle.close)
         self._model: torch.nn.Module | None = None
-        self._parameters: dict[str, torch.Tensor] = {}
         self._optimizer: Optimizer | None = None
         self._attachment: Attachment | None = None
+        self._on_release: list[Callable[[], None]] = []
         with translated():
             self._device = torch.device(self._handle.device())
 
@@ -201,7 +201,6 @@ class Engine:
                 [group["optimizer"] for group in facade.param_groups],
                 [constants_of(group) for group in facade.param_groups])
         self._model = model
-        self._parameters = dict(named)
         self._optimizer = facade
         self._attachment = Attachment(p for group in resolved for p in group["params"])
         return facade
@@ -235,8 +234,9 @@ class Engine:
             raise UserError("no model is attached")
         with translated():
             self._handle.release(list(model.parameters()))
-        self._model, self._parameters, self._optimizer = None, {}, None
-        self._attachment = None
+        self._model, self._optimizer, self._attachment = None, None, None
+        while self._on_release:
+            self._on_release.pop()()
 
     def save_pretrained(self, directory: str | Path, model: torch.nn.Module | None = None, *,
                         max_shard_bytes: int = 5_000_000_000) -> None:
@@ -309,13 +309,25 @@ class Engine:
         with translated():
             return self._handle.grad_norm()
 
-    def leave_clipping_to_engine(self) -> None:
-        """For frameworks that call clip_grad_norm_ themselves: from now on they get the norm, and
-        the engine's own `clip` is what clips."""
-        if self._attachment is None:
+    def serve_framework(self) -> None:
+        """For frameworks that clip and save by themselves, until release(): clip_grad_norm_ tells
+        them the norm, and the engine's own `clip` is what clips; the model's save_pretrained is
+        the engine's."""
+        model, handle = self._model, self._handle
+        if model is None or self._attachment is None:
             raise UserError("no model is attached: call attach() first")
-        handle = self._handle
-        self._attachment.norm = lambda: handle.grad_norm()
+        self._attachment.norm = handle.grad_norm
+
+        me = weakref.ref(self)  # the model must not keep the engine
+
+        def save_pretrained(save_directory: str | Path, *_: Any, **__: Any) -> None:
+            engine = me()
+            if engine is None:
+                raise UserError("the model's engine is gone, and its parameters with it")
+            engine.save_pretrained(save_directory, model)
+
+        vars(model)["save_pretrained"] = save_pretrained
+        self._on_release.append(lambda: vars(model).pop("save_pretrained", None))
 
     def zero_grad(self) -> None:
         """Drops the gradients accumulated since the last step."""

@@ -183,7 +183,7 @@ def save(model: torch.nn.Module, directory: Path, largest: int) -> None:
         return
     _write_weights(model, directory, largest)
     config = getattr(model, "config", None)
-    if hasattr(config, "save_pretrained"):
+    if config is not None and hasattr(config, "save_pretrained"):
         dtype = getattr(model, "dtype", None)
         if dtype is not None:
             config.dtype = str(dtype).removeprefix("torch.")

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import functools
 import logging
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,7 +47,9 @@ def _groups(model: torch.nn.Module, decay: float) -> list[dict[str, Any]]:
     from transformers.trainer_pt_utils import get_parameter_names
 
     forbidden = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
-    decaying = set(get_parameter_names(model, [torch.nn.LayerNorm], forbidden))
+    names = get_parameter_names(  # type: ignore[no-untyped-call]
+        model, [torch.nn.LayerNorm], forbidden)
+    decaying = set(names)
     groups: list[dict[str, Any]] = [{"params": [], "weight_decay": decay},
                                     {"params": [], "weight_decay": 0.0}]
     for name, parameter in model.named_parameters():
@@ -73,9 +73,10 @@ def arguments(engine: Engine, model: torch.nn.Module, args: TrainingArguments) -
         raise UserError("Trainer wraps the model in DistributedDataParallel where there are several "
                         "ranks, which keeps whole gradients on each: write the loop yourself there "
                         "(engine.backward, engine.step)")
-    kind = _OPTIMIZERS.get(str(getattr(args.optim, "value", args.optim)))
+    named = str(getattr(args.optim, "value", args.optim))
+    kind = _OPTIMIZERS.get(named)
     if kind is None:
-        raise UserError(f"optim='{args.optim}' is none of {', '.join(_OPTIMIZERS)}")
+        raise UserError(f"optim='{named}' is none of {', '.join(_OPTIMIZERS)}")
     if args.fp16:
         raise UserError("fp16=True scales the loss outside of the engine: make the model fp16 and "
                         "the engine with loss_scale='dynamic', or use bf16")
@@ -87,11 +88,5 @@ def arguments(engine: Engine, model: torch.nn.Module, args: TrainingArguments) -
     optimizer = engine.attach(model, optimizer=kind, lr=args.learning_rate,
                               groups=_groups(model, args.weight_decay),
                               clip=args.max_grad_norm or 0.0, **constants)
-    engine.leave_clipping_to_engine()
-
-    @functools.wraps(model.save_pretrained)  # type: ignore[arg-type]
-    def save_pretrained(save_directory: str | Path, *_: Any, **__: Any) -> None:
-        engine.save_pretrained(save_directory, model)
-
-    model.save_pretrained = save_pretrained  # type: ignore[assignment]
+    engine.serve_framework()
     return {"optimizers": (optimizer, None), "callbacks": [PagodaCallback(engine, model)]}

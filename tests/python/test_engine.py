@@ -361,6 +361,24 @@ def test_save_pretrained_writes_what_transformers_reads(name: str, shard: int,
     assert names(tmp_path / "out") == names(tmp_path / "theirs")
 
 
+def test_save_pretrained_writes_the_adapters_of_peft(tmp_path: Path) -> None:
+    import peft
+
+    paged = pagoda.Engine(**parity.config_below_a_third(ZOO["lora"].make))
+    torch.manual_seed(0)
+    with paged.build():
+        model = ZOO["lora"].make()
+    paged.attach(model, lr=0.1)
+    paged.backward(ZOO["lora"].loss(model, 0))
+    paged.step()
+    paged.save_pretrained(tmp_path)
+    torch.manual_seed(0)
+    again = peft.PeftModel.from_pretrained(ZOO["llama"].make(), tmp_path)
+    expected = parity.values(model)
+    assert all(torch.equal(value, expected[key]) for key, value in parity.values(again).items())
+    assert (tmp_path / "adapter_model.safetensors").stat().st_size < 50_000
+
+
 def test_release_gives_plain_tensors_back() -> None:
     paged = engine()
     model = stack()
