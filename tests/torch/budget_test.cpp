@@ -2,12 +2,15 @@
 // Budgets are hard: states take the bytes that arithmetic says, and a plan that cannot fit fails at
 // attach with words that help. That no peak exceeds a budget is part of every case of
 // parity_test.cpp.
+#include <cstdio>
+
 #include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include "pagoda/pager/tier.h"
 #include "torch/parity_case.h"
+#include "torch/process.h"
 #include "torch/quirks.h"
 
 namespace zoo {
@@ -155,6 +158,26 @@ TEST(Budgets, WhatIsAdvisedHelps) {
   small.nvme_budget = 256_KiB;
   expect_help(small, "nvme_budget");
 }
+
+/// What the budgets count is what the process has: more would be memory that nobody counts, less a
+/// count of what nobody uses.
+class ResidentMemory : public testing::TestWithParam<const char*> {};
+
+TEST_P(ResidentMemory, OfAProcessIsWhatTheBudgetsSay) {
+  Process worker({PAGODA_RESIDENT_WORKER, GetParam(), scratch_directory()}, {});
+  const std::string line = worker.line_with("");
+  unsigned long long resident = 0;
+  unsigned long long counted = 0;
+  ASSERT_EQ(std::sscanf(line.c_str(), "resident %llu counted %llu", &resident, &counted), 2)
+      << line;
+  EXPECT_EQ(worker.wait(), 0);
+  EXPECT_NEAR(static_cast<double>(resident), static_cast<double>(counted),
+              0.1 * static_cast<double>(counted))
+      << "in MiB: " << (resident >> 20U) << " resident, " << (counted >> 20U) << " counted";
+}
+
+INSTANTIATE_TEST_SUITE_P(, ResidentMemory, testing::Values("host", "nvme"),
+                         [](const auto& info) { return std::string(info.param); });
 
 }  // namespace
 }  // namespace zoo

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <filesystem>
 #include <thread>
 #include <utility>
 
@@ -12,6 +11,7 @@
 #include "pagoda/base/trace.h"
 #include "pagoda/device/ordering_checker.h"
 #include "pagoda/engine/backend.h"
+#include "pagoda/engine/gradient_gather.h"
 #include "pagoda/io/checksum.h"
 #include "pagoda/kernels/gradient_norm.h"
 
@@ -63,24 +63,6 @@ optim::LossScale::Options loss_scale_options(const Config& config) {
 
 }  // namespace
 
-/// The pager's way to other ranks' slices.
-class Runtime::Remote final : public pager::RemoteSlices {
- public:
-  explicit Remote(Runtime& runtime) : runtime_(runtime) {}
-
-  void pull(pager::PageId page, std::uint64_t version, std::span<const Piece> pieces) override {
-    std::vector<comm::Pull> pulls;
-    pulls.reserve(pieces.size());
-    for (const Piece& piece : pieces) {
-      pulls.push_back({piece.rank, page, version, piece.begin, piece.to});
-    }
-    runtime_.pulls_->pull(pulls);
-  }
-
- private:
-  Runtime& runtime_;
-};
-
 Runtime::Runtime(const Config& config, std::shared_ptr<comm::World> world)
     : config_(config),
       world_(std::move(world)),
@@ -127,18 +109,23 @@ Runtime::Runtime(const Config& config, std::shared_ptr<comm::World> world)
   if (!alone()) {
     control_ = world_->make_group("control");
     reduce_group_ = world_->make_group("gradients");
-    auto pull_group = world_->make_group("pulls");
-    pulls_ = std::make_unique<comm::PullService>(
-        std::move(pull_group),
-        [this](const comm::PullRequest& request, comm::PullReply& reply) { serve(request, reply); },
-        comm::PullService::Options{
-            .on_failure = [this](const std::string& reason) { pulls_ended(reason); }});
-    remote_ = std::make_unique<Remote>(*this);
-    pager_->set_remote(remote_.get());
-    completers_ = std::make_unique<ThreadPool>(2, "complete");
+    SliceExchange::Options slices;
+    slices.rank = world_->rank();
+    slices.whole_pages = config_.zero == 1 || config_.zero == 2;
+    slices.staging = config_.staging;
+    slices.on_failure = [this](std::exception_ptr error) { fail(std::move(error)); };
+    slices.on_end = [this](const std::string& reason) { pulls_ended(reason); };
+    slices_ = std::make_unique<SliceExchange>(world_->make_group("pulls"), *pager_, *updater_,
+                                              std::move(slices));
+    pager_->set_remote(slices_.get());
     updater_->set_callbacks(
-        [this](TrainedPage& page, std::uint64_t version) { return part_updated(page, version); },
-        [this](Page& page) { await_served(page); });
+        [this](TrainedPage& page, std::uint64_t version) {
+          return slices_->part_updated(page, version);
+        },
+        [this](Page& page) {
+          slices_->await_served(page);
+          check();
+        });
     comm::Watch::Options watch;
     watch.name = fmt::format("engine {}", number_);
     watch.timeout = std::chrono::duration_cast<decltype(watch.timeout)>(
@@ -153,7 +140,9 @@ Runtime::Runtime(const Config& config, std::shared_ptr<comm::World> world)
   early_ = std::make_unique<EarlyUpdates>(
       *pager_, *updater_, config_.early_updates && nothing_global, [this](TrainedPage& page) {
         TrainedPage* const one = &page;
-        if (config_.zero == 0 && !alone()) gather_gradients({&one, 1}, *reduce_group_);
+        if (config_.zero == 0 && !alone()) {
+          gather_gradients({&one, 1}, *tiers_, pager_->slicing(), config_.bucket, *reduce_group_);
+        }
       });
   reducer_ = std::make_unique<Reducer>(
       reduce_group_.get(), *pager_, *gradients_, *updater_, *early_,
@@ -184,13 +173,12 @@ Runtime::~Runtime() {
   for (comm::Group* group : {control_.get(), reduce_group_.get()}) {
     if (group != nullptr) group->abort("the engine has ended");
   }
-  if (pulls_ != nullptr) pulls_->abort("the engine has ended");
+  if (slices_ != nullptr) slices_->fail("the engine has ended");
   watch_.reset();
   reducer_.reset();
   updater_->stop();  // before those whom it calls
   pager_->stop_fetching();
-  completers_.reset();
-  pulls_.reset();
+  slices_.reset();
   updater_.reset();
   pager_->set_debts(nullptr);
   pager_->set_foresight(nullptr);
@@ -302,11 +290,7 @@ void Runtime::fail(std::exception_ptr error) noexcept {
   for (comm::Group* group : {control_.get(), reduce_group_.get()}) {
     if (group != nullptr) group->abort(why);
   }
-  if (pulls_ != nullptr) pulls_->abort(why);
-  {
-    const std::lock_guard lock(completions_mutex_);
-    completed_.notify_all();
-  }
+  if (slices_ != nullptr) slices_->fail(why);
   const std::lock_guard lock(error_mutex_);
   --failing_;
   ended_.notify_all();
@@ -364,9 +348,7 @@ void Runtime::set_clip(double clip) {
 
 void Runtime::settle() {
   updater_->settle_all();
-  std::unique_lock lock(completions_mutex_);
-  completed_.wait(lock, [&] { return completing_ == 0 || failed(); });
-  lock.unlock();
+  if (slices_ != nullptr) slices_->settle();
   check();
 }
 
@@ -438,7 +420,8 @@ StepResult Runtime::step_together(bool leaving, bool& all_leaving,
     double factor = 1 / scale_.scale();
     bool finite = true;
     if (config_.clip > 0 || scales_loss()) {
-      const double norm = total_norm(gather_squares()) / scale_.scale();
+      const double norm =
+          gradient_norm(trained_, pager_->slicing(), control_.get()) / scale_.scale();
       finite = std::isfinite(norm);
       result.norm = norm;
       if (config_.clip > 0 && finite) {
@@ -460,7 +443,8 @@ StepResult Runtime::step_together(bool leaving, bool& all_leaving,
     std::vector<TrainedPage*> starting;  // the others have begun
     std::copy_if(pages.begin(), pages.end(), std::back_inserter(starting),
                  [](const TrainedPage* page) { return !page->begun; });
-    if (config_.zero == 0 && !alone()) gather_gradients(starting, *control_);
+    if (config_.zero == 0 && !alone())
+      gather_gradients(starting, *tiers_, pager_->slicing(), config_.bucket, *control_);
     if (!pages.empty()) result.step = ++steps_;
     std::vector<Page*> owing;
     owing.reserve(starting.size());
@@ -498,56 +482,6 @@ void Runtime::check_order() const {
   if (const auto& checker = device_->checker()) checker->check();
 }
 
-/// Every rank's sums of squares, page after page and in the order of the elements.
-std::vector<double> Runtime::gather_squares() {
-  std::vector<double> mine;
-  for (const auto& page : trained_) {
-    const std::size_t blocks = kernels::norm_blocks(page->reduced.size());
-    if (page->squares.empty()) {
-      mine.insert(mine.end(), blocks, 0.0);
-    } else {
-      mine.insert(mine.end(), page->squares.begin(), page->squares.end());
-    }
-  }
-  if (alone()) return mine;
-  const auto ranks = static_cast<std::size_t>(world_->size());
-  std::vector<std::vector<double>> all(ranks);
-  std::vector<std::span<std::byte>> parts(ranks);
-  for (std::size_t r = 0; r < ranks; ++r) {
-    std::size_t blocks = 0;
-    for (const auto& page : trained_) {
-      blocks +=
-          kernels::norm_blocks(pager_->slicing().of(page->elements(), static_cast<int>(r)).size());
-    }
-    all[r].resize(blocks);
-    parts[r] = std::as_writable_bytes(std::span(all[r]));
-  }
-  control_->all_gather(std::as_bytes(std::span(mine)), parts);
-  std::vector<double> out;
-  std::vector<std::size_t> at(ranks);
-  for (const auto& page : trained_) {
-    for (std::size_t r = 0; r < ranks; ++r) {
-      const std::size_t blocks =
-          kernels::norm_blocks(pager_->slicing().of(page->elements(), static_cast<int>(r)).size());
-      const auto begin = all[r].begin() + static_cast<std::ptrdiff_t>(at[r]);
-      out.insert(out.end(), begin, begin + static_cast<std::ptrdiff_t>(blocks));
-      at[r] += blocks;
-    }
-  }
-  return out;
-}
-
-double Runtime::total_norm(const std::vector<double>& squares) const {
-  double total = 0;
-  std::size_t at = 0;
-  for (const auto& page : trained_) {
-    const std::size_t blocks = kernels::norm_blocks(page->elements());
-    total += kernels::add_in_order(std::span(squares).subspan(at, blocks));
-    at += blocks;
-  }
-  return std::sqrt(total);
-}
-
 double Runtime::grad_norm() {
   check();
   try {
@@ -559,7 +493,7 @@ double Runtime::grad_norm() {
       page->squares.resize(kernels::norm_blocks(values.size()));
       kernels::block_sums_of_squares(values.data(), values.size(), 1, page->squares, *pool_);
     }
-    return total_norm(gather_squares()) / scale_.scale();
+    return gradient_norm(trained_, pager_->slicing(), control_.get()) / scale_.scale();
   } catch (...) {
     fail_and_throw();
   }
@@ -573,37 +507,6 @@ void Runtime::zero_grad() {
     for (const auto& page : trained_) optim::Gradients::clear(*page);
   } catch (...) {
     fail_and_throw();
-  }
-}
-
-/// Stage 0: every rank has the whole reduced gradient.
-void Runtime::gather_gradients(std::span<TrainedPage* const> pages, comm::Group& group) {
-  const auto ranks = static_cast<std::size_t>(world_->size());
-  for (TrainedPage* page : pages) {
-    const Bytes size = kernels::element_size(page->gradient_dtype);
-    const Range own = page->reduced;
-    const std::uint64_t slice = pager_->slicing().of(page->elements(), 0).size();
-    const std::uint64_t most = std::max<std::uint64_t>(1, config_.bucket / size / ranks);
-    for (std::uint64_t done = 0; done < slice; done += most) {
-      std::vector<std::vector<std::byte>> bytes(ranks);
-      std::vector<std::span<std::byte>> parts(ranks);
-      std::vector<Range> ranges(ranks);
-      for (std::size_t r = 0; r < ranks; ++r) {
-        const Range of = pager_->slicing().of(page->elements(), static_cast<int>(r));
-        const std::uint64_t begin = std::min(of.end, of.begin + done);
-        ranges[r] = {begin, std::min(of.end, begin + most)};
-        bytes[r].resize(ranges[r].size() * size);
-        parts[r] = bytes[r];
-      }
-      const Range mine = ranges[static_cast<std::size_t>(world_->rank())];
-      std::vector<std::byte>& buffer = bytes[static_cast<std::size_t>(world_->rank())];
-      if (!own.empty()) tiers_->read(page->gradient, mine.begin * size, buffer);
-      group.all_gather(buffer, parts);
-      for (std::size_t r = 0; r < ranks; ++r) {
-        if (static_cast<int>(r) == world_->rank()) continue;
-        tiers_->write(page->gradient, ranges[r].begin * size, bytes[r]);
-      }
-    }
   }
 }
 
@@ -629,120 +532,6 @@ std::vector<TrainedPage*> Runtime::update_order(std::vector<TrainedPage*> pages)
     return oracle_->next_use(a->page->id) < oracle_->next_use(b->page->id);
   });
   return pages;
-}
-
-/// This rank's part of a page is up to date. Where pages are kept whole by every rank, the other
-/// ranks' parts are still missing.
-bool Runtime::part_updated(TrainedPage& page, std::uint64_t version) {
-  if (config_.zero == 0 || config_.zero == 3) return true;
-  {
-    const std::lock_guard lock(completions_mutex_);
-    ++completing_;
-  }
-  (void)completers_->submit([this, &page, version] {
-    try {
-      complete(page, version);
-    } catch (...) {
-      fail(std::current_exception());
-    }
-    const std::lock_guard lock(completions_mutex_);
-    --completing_;
-    completed_.notify_all();
-  });
-  return false;
-}
-
-void Runtime::complete(TrainedPage& trained, std::uint64_t version) {
-  Page& page = *trained.page;
-  PAGODA_TRACE("engine", "complete", {"page", page.name});
-  const Bytes size = page.element_size;
-  const bool direct = tiers_->in_place(page.home);
-  std::vector<comm::Pull> pulls;
-  std::vector<std::byte> buffer;
-  for (int rank = 0; rank < world_->size(); ++rank) {
-    const Range range = pager_->slicing().of(page.elements, rank);
-    if (rank == world_->rank() || range.empty()) continue;
-    if (direct) {
-      pulls.push_back({rank,
-                       page.id,
-                       version,
-                       range.begin * size,
-                       {page.home.data() + range.begin * size, range.size() * size}});
-      continue;
-    }
-    const std::uint64_t most = std::max<Bytes>(size, config_.staging / size * size);
-    for (Bytes at = range.begin * size; at < range.end * size;) {
-      buffer.resize(std::min<Bytes>(most, range.end * size - at));
-      pulls_->pull(rank, page.id, version, at, buffer);
-      tiers_->write(page.home, at, buffer);
-      at += buffer.size();
-    }
-  }
-  if (!pulls.empty()) pulls_->pull(pulls);
-  pager_->updated(page, version);
-}
-
-/// Another rank asks for bytes of this rank's slice.
-void Runtime::serve(const comm::PullRequest& request, comm::PullReply& reply) {
-  Page* const found = pager_->find(static_cast<pager::PageId>(request.key));
-  if (found == nullptr) {
-    reply.refuse(fmt::format("there is no page {}", request.key));
-    return;
-  }
-  Page& page = *found;
-  reply.about_to_wait();
-  updater_->settle_part(page, request.version);
-  pager_->add_reader(page);
-  const auto reading = std::shared_ptr<void>(
-      nullptr, [this, &page, version = request.version, bytes = request.bytes](void*) {
-        pager_->remove_reader(page);
-        served(page, version, bytes);
-      });
-  const std::uint64_t has = updater_->part_version(page);
-  if (has != request.version) {
-    reply.refuse(fmt::format("page '{}' has gone on from version {} to {}", page.name,
-                             request.version, has));
-    return;
-  }
-  const Bytes at = request.begin - page.home_range.begin * page.element_size;
-  if (page.home.tier() == Tier::Host) {
-    reply.give({page.home.data() + at, request.bytes}, reading);
-    return;
-  }
-  auto bytes = std::make_shared<std::vector<std::byte>>(request.bytes);
-  tiers_->read(page.home, at, *bytes);
-  reply.give(*bytes, bytes);
-}
-
-void Runtime::served(const Page& page, std::uint64_t version, Bytes bytes) {
-  const std::lock_guard lock(completions_mutex_);
-  Served& so_far = served_[page.id];
-  if (so_far.version < version) so_far = {version, 0};
-  if (so_far.version == version) so_far.bytes += bytes;
-  completed_.notify_all();
-}
-
-/// Where every rank keeps whole pages, the others read this rank's part of each version once: user
-/// code may change it after that.
-void Runtime::await_served(const Page& page) {
-  if (config_.zero == 0 || config_.zero == 3) return;
-  std::uint64_t version = 0;
-  {
-    const auto lock = pager_->lock();
-    version = page.version;
-  }
-  if (version == 0) return;
-  const Bytes all =
-      pager_->slice_of(page).size() * page.element_size * static_cast<Bytes>(world_->size() - 1);
-  std::unique_lock lock(completions_mutex_);
-  completed_.wait(lock, [&] {
-    if (failed()) return true;
-    const auto found = served_.find(page.id);
-    const bool now = found != served_.end() && found->second.version >= version;
-    return all == 0 || (now && found->second.bytes >= all);
-  });
-  lock.unlock();
-  check();
 }
 
 void Runtime::read_gradient(const Page& page, std::span<float> to) {
@@ -775,9 +564,9 @@ Stats Runtime::stats() const {
   out.pager = pager_->stats();
   out.updates = updater_->stats();
   out.gradients = reducer_->stats();
-  if (pulls_ != nullptr) {
-    out.pulled = pulls_->stats().bytes_pulled;
-    out.served = pulls_->stats().bytes_served;
+  if (slices_ != nullptr) {
+    out.pulled = slices_->stats().bytes_pulled;
+    out.served = slices_->stats().bytes_served;
   }
   const device::ArenaStats arena = tiers_->arena().stats();
   out.device_pages = arena.used;

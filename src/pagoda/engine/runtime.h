@@ -8,16 +8,15 @@
 #include <mutex>
 #include <optional>
 #include <string>
-#include <unordered_map>
 #include <vector>
 
 #include "pagoda/base/thread_pool.h"
-#include "pagoda/comm/pull_service.h"
 #include "pagoda/comm/watch.h"
 #include "pagoda/comm/world.h"
 #include "pagoda/engine/config.h"
 #include "pagoda/engine/early_updates.h"
 #include "pagoda/engine/reducer.h"
+#include "pagoda/engine/slice_exchange.h"
 #include "pagoda/engine/stats.h"
 #include "pagoda/engine/step_trace.h"
 #include "pagoda/io/owner_process.h"
@@ -117,8 +116,6 @@ class Runtime {
   Stats stats() const;
 
  private:
-  class Remote;
-
   void check_fit(const std::vector<pager::Page*>& pages);
   void check_equal_on_all_ranks(const std::vector<pager::Page*>& pages);
   void place(const std::vector<pager::Page*>& pages);
@@ -133,16 +130,8 @@ class Runtime {
   std::string cause_key(int rank) const;
   void pulls_ended(const std::string& reason);
   void publish_writes(bool slices);
-  std::vector<double> gather_squares();
-  double total_norm(const std::vector<double>& squares) const;
-  void gather_gradients(std::span<optim::TrainedPage* const> pages, comm::Group& group);
   void agree_on_order();
   std::vector<optim::TrainedPage*> update_order(std::vector<optim::TrainedPage*> pages);
-  void serve(const comm::PullRequest& request, comm::PullReply& reply);
-  void served(const pager::Page& page, std::uint64_t version, Bytes bytes);
-  void await_served(const pager::Page& page);
-  bool part_updated(optim::TrainedPage& page, std::uint64_t version);
-  void complete(optim::TrainedPage& page, std::uint64_t version);
   bool scales_loss() const noexcept { return config_.loss_scale.kind != LossScale::Kind::None; }
   bool alone() const noexcept { return world_->size() == 1; }
 
@@ -160,9 +149,7 @@ class Runtime {
   std::unique_ptr<optim::Updater> updater_;
   std::unique_ptr<EarlyUpdates> early_;
   std::unique_ptr<Reducer> reducer_;
-  std::unique_ptr<Remote> remote_;
-  std::unique_ptr<ThreadPool> completers_;
-  std::unique_ptr<comm::PullService> pulls_;
+  std::unique_ptr<SliceExchange> slices_;
   std::unique_ptr<comm::Watch> watch_;
 
   std::vector<pager::Page*> pages_;                           // of attached models
@@ -172,16 +159,6 @@ class Runtime {
   StepTrace trace_;
   std::uint64_t steps_ = 0;
   unsigned number_ = 0;  // of this engine, among those of its world
-
-  std::mutex completions_mutex_;
-  std::condition_variable completed_;
-  std::size_t completing_ = 0;  // guarded by completions_mutex_
-  struct Served {
-    std::uint64_t version = 0;
-    Bytes bytes = 0;
-  };
-  std::unordered_map<pager::PageId, Served>
-      served_;  // to other ranks; guarded by completions_mutex_
 
   std::atomic<bool> failed_{false};
   mutable std::mutex error_mutex_;

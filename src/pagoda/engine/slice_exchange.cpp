@@ -1,0 +1,171 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "pagoda/engine/slice_exchange.h"
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "pagoda/base/error.h"
+#include "pagoda/base/trace.h"
+
+namespace pagoda::engine {
+
+using optim::TrainedPage;
+using pager::Page;
+using pager::Range;
+using pager::Tier;
+
+SliceExchange::SliceExchange(std::unique_ptr<comm::Group> group, pager::Pager& pager,
+                             optim::Updater& updater, Options options)
+    : pager_(pager),
+      updater_(updater),
+      options_(std::move(options)),
+      ranks_(group->size()),
+      pulls_(std::make_unique<comm::PullService>(
+          std::move(group),
+          [this](const comm::PullRequest& request, comm::PullReply& reply) {
+            serve(request, reply);
+          },
+          comm::PullService::Options{.on_failure = options_.on_end})),
+      completers_(2, "complete") {}
+
+SliceExchange::~SliceExchange() {
+  completers_.stop(ThreadPool::Stop::Cancel);  // they use the service
+  pulls_.reset();
+}
+
+void SliceExchange::pull(pager::PageId page, std::uint64_t version, std::span<const Piece> pieces) {
+  std::vector<comm::Pull> pulls;
+  pulls.reserve(pieces.size());
+  for (const Piece& piece : pieces) {
+    pulls.push_back({piece.rank, page, version, piece.begin, piece.to});
+  }
+  pulls_->pull(pulls);
+}
+
+bool SliceExchange::part_updated(TrainedPage& page, std::uint64_t version) {
+  if (!options_.whole_pages) return true;
+  {
+    const std::lock_guard lock(mutex_);
+    ++completing_;
+  }
+  (void)completers_.submit([this, &page, version] {
+    try {
+      complete(page, version);
+    } catch (...) {
+      options_.on_failure(std::current_exception());
+    }
+    const std::lock_guard lock(mutex_);
+    --completing_;
+    changed_.notify_all();
+  });
+  return false;
+}
+
+void SliceExchange::complete(TrainedPage& trained, std::uint64_t version) {
+  Page& page = *trained.page;
+  PAGODA_TRACE("engine", "complete", {"page", page.name});
+  pager::Tiers& tiers = pager_.tiers();
+  const Bytes size = page.element_size;
+  const bool direct = tiers.in_place(page.home);
+  std::vector<comm::Pull> pulls;
+  std::vector<std::byte> buffer;
+  for (int rank = 0; rank < ranks_; ++rank) {
+    const Range range = pager_.slicing().of(page.elements, rank);
+    if (rank == options_.rank || range.empty()) continue;
+    if (direct) {
+      pulls.push_back({rank,
+                       page.id,
+                       version,
+                       range.begin * size,
+                       {page.home.data() + range.begin * size, range.size() * size}});
+      continue;
+    }
+    const std::uint64_t most = std::max<Bytes>(size, options_.staging / size * size);
+    for (Bytes at = range.begin * size; at < range.end * size;) {
+      buffer.resize(std::min<Bytes>(most, range.end * size - at));
+      pulls_->pull(rank, page.id, version, at, buffer);
+      tiers.write(page.home, at, buffer);
+      at += buffer.size();
+    }
+  }
+  if (!pulls.empty()) pulls_->pull(pulls);
+  pager_.updated(page, version);
+}
+
+void SliceExchange::settle() {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [&] { return completing_ == 0 || failed_; });
+}
+
+/// Another rank asks for bytes of this rank's slice.
+void SliceExchange::serve(const comm::PullRequest& request, comm::PullReply& reply) {
+  Page* const found = pager_.find(static_cast<pager::PageId>(request.key));
+  if (found == nullptr) {
+    reply.refuse(fmt::format("there is no page {}", request.key));
+    return;
+  }
+  Page& page = *found;
+  reply.about_to_wait();
+  updater_.settle_part(page, request.version);
+  pager_.add_reader(page);
+  const auto reading = std::shared_ptr<void>(
+      nullptr, [this, &page, version = request.version, bytes = request.bytes](void*) {
+        pager_.remove_reader(page);
+        served(page, version, bytes);
+      });
+  const std::uint64_t has = updater_.part_version(page);
+  if (has != request.version) {
+    reply.refuse(fmt::format("page '{}' has gone on from version {} to {}", page.name,
+                             request.version, has));
+    return;
+  }
+  const Bytes at = request.begin - page.home_range.begin * page.element_size;
+  if (page.home.tier() == Tier::Host) {
+    reply.give({page.home.data() + at, request.bytes}, reading);
+    return;
+  }
+  auto bytes = std::make_shared<std::vector<std::byte>>(request.bytes);
+  pager_.tiers().read(page.home, at, *bytes);
+  reply.give(*bytes, bytes);
+}
+
+void SliceExchange::served(const Page& page, std::uint64_t version, Bytes bytes) {
+  const std::lock_guard lock(mutex_);
+  Served& so_far = to_others_[page.id];
+  if (so_far.version < version) so_far = {version, 0};
+  if (so_far.version == version) so_far.bytes += bytes;
+  changed_.notify_all();
+}
+
+/// Where every rank keeps whole pages, the others read this rank's part of each version once: user
+/// code may change it after that.
+void SliceExchange::await_served(const Page& page) {
+  if (!options_.whole_pages) return;
+  std::uint64_t version = 0;
+  {
+    const auto lock = pager_.lock();
+    version = page.version;
+  }
+  if (version == 0) return;
+  const Bytes all =
+      pager_.slice_of(page).size() * page.element_size * static_cast<Bytes>(ranks_ - 1);
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [&] {
+    if (failed_) return true;
+    const auto found = to_others_.find(page.id);
+    const bool now = found != to_others_.end() && found->second.version >= version;
+    return all == 0 || (now && found->second.bytes >= all);
+  });
+}
+
+void SliceExchange::fail(const std::string& why) noexcept {
+  {
+    const std::lock_guard lock(mutex_);
+    failed_ = true;
+    changed_.notify_all();
+  }
+  pulls_->abort(why);
+}
+
+}  // namespace pagoda::engine

@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <unordered_map>
+
+#include "pagoda/base/thread_pool.h"
+#include "pagoda/comm/pull_service.h"
+#include "pagoda/optim/trained_page.h"
+#include "pagoda/optim/updater.h"
+#include "pagoda/pager/pager.h"
+
+namespace pagoda::engine {
+
+/// What ranks read of each other's pages: slices, when a page is fetched, and parts that others
+/// have updated, where every rank keeps whole pages. One-sided: nobody has to be in step
+/// ("Slices are pulled" in docs/notes/schedule.md). All members may be called from any thread.
+class SliceExchange final : public pager::RemoteSlices {
+ public:
+  struct Options {
+    int rank = 0;
+    /// Every rank keeps whole pages and updates its part of them (stages 1 and 2).
+    bool whole_pages = false;
+    /// Host bytes that a page which is not in memory is completed through.
+    Bytes staging = 4_MiB;
+    /// Told of what goes wrong here, on the thread that met it.
+    std::function<void(std::exception_ptr)> on_failure;
+    /// Told when this rank can no longer answer the others.
+    std::function<void(const std::string& reason)> on_end;
+  };
+
+  SliceExchange(std::unique_ptr<comm::Group> group, pager::Pager& pager, optim::Updater& updater,
+                Options options);
+  ~SliceExchange() override;
+
+  void pull(pager::PageId page, std::uint64_t version, std::span<const Piece> pieces) override;
+
+  /// This rank's part of a page is up to date. False: the other ranks' parts are still to come.
+  bool part_updated(optim::TrainedPage& page, std::uint64_t version);
+  /// Returns when no page lacks other ranks' parts.
+  void settle();
+  /// User code is about to write: returns when the others have read this rank's part.
+  void await_served(const pager::Page& page);
+
+  /// Ends all waiting.
+  void fail(const std::string& why) noexcept;
+  comm::PullService::Stats stats() const { return pulls_->stats(); }
+
+ private:
+  struct Served {
+    std::uint64_t version = 0;
+    Bytes bytes = 0;
+  };
+
+  void serve(const comm::PullRequest& request, comm::PullReply& reply);
+  void served(const pager::Page& page, std::uint64_t version, Bytes bytes);
+  void complete(optim::TrainedPage& page, std::uint64_t version);
+
+  pager::Pager& pager_;
+  optim::Updater& updater_;
+  const Options options_;
+  const int ranks_;
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::size_t completing_ = 0;                           // guarded by mutex_
+  std::unordered_map<pager::PageId, Served> to_others_;  // guarded by mutex_
+  bool failed_ = false;                                  // guarded by mutex_
+
+  std::unique_ptr<comm::PullService> pulls_;
+  ThreadPool completers_;  // last: its threads use all of the above
+};
+
+}  // namespace pagoda::engine
