@@ -16,6 +16,7 @@ optimizer state are pages that come when an operator needs them and go when it d
 3
 """
 
+from pagoda.deepspeed import initialize
 from pagoda.engine import Engine, StepReport
 from pagoda.errors import EngineError, Error, UserError
 from pagoda.library import ConfigKey, config_keys, version
@@ -36,4 +37,5 @@ __all__ = [
     "UserError",
     "__version__",
     "config_keys",
+    "initialize",
 ]

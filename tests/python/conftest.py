@@ -12,6 +12,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "python"))
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "slow: run by ./test.sh --all")
+
+
 @pytest.fixture(scope="session")
 def build() -> Path:
     return Path(os.environ.get("PAGODA_BUILD", Path(__file__).parents[2] / "build"))

@@ -49,7 +49,8 @@ def plain(name: str, ranks: int) -> dict[str, torch.Tensor]:
     return parity.values(model)
 
 
-@pytest.mark.parametrize(("ranks", "how"), [(2, "group"), (2, "env"), (4, "group")])
+@pytest.mark.parametrize(("ranks", "how"), [
+    (2, "group"), (2, "env"), pytest.param(4, "group", marks=pytest.mark.slow)])
 def test_parity(ranks: int, how: str, tmp_path: Path) -> None:
     names = NAMES if how == "group" else NAMES[:1]
     torchrun(ranks, str(tmp_path), how, *names)
