@@ -4,9 +4,16 @@ in PAGODA_BUILD."""
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "python"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "slow: run by ./test.sh --all")
 
 
 @pytest.fixture(scope="session")

@@ -90,6 +90,9 @@ struct Config {
   /// For tests and benches: what an emulated device is like. Not a key; null: as fast as this
   /// machine.
   std::shared_ptr<const device::emulated::Options> emulated;
+  /// For bindings: what messages tell the user to do with a page whose bytes were read without an
+  /// operator. Not a key; empty: the pager's own words.
+  std::string pin_advice;
   /// For tests: a wait to be left out. Not a key.
   pager::DroppedWait dropped_wait = pager::DroppedWait::None;
 

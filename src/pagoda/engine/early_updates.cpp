@@ -15,6 +15,11 @@ EarlyUpdates::EarlyUpdates(pager::Pager& pager, optim::Updater& updater, bool en
                            Beginning beginning)
     : pager_(pager), updater_(updater), beginning_(std::move(beginning)), enabled_(enabled) {}
 
+void EarlyUpdates::enable(bool enabled) {
+  const std::lock_guard lock(mutex_);
+  enabled_ = enabled;
+}
+
 void EarlyUpdates::backward_begins(bool last, const std::vector<Optimizer>& rules) {
   forbid("another backward()");
   const std::lock_guard lock(mutex_);

@@ -31,6 +31,8 @@ class EarlyUpdates {
 
   EarlyUpdates(pager::Pager& pager, optim::Updater& updater, bool enabled, Beginning beginning);
 
+  /// Before the first pass: whether there is anything global.
+  void enable(bool enabled);
   /// A backward pass begins; `last`: of its step. With these rules the updates are made.
   void backward_begins(bool last, const std::vector<Optimizer>& rules);
   /// A gradient of the pass is about to be handed over.

@@ -77,6 +77,7 @@ Runtime::Runtime(const Config& config, std::shared_ptr<comm::World> world)
   pages.rank = world_->rank();
   pages.slicing = {world_->size()};
   pages.dropped_wait = config_.dropped_wait;
+  if (!config_.pin_advice.empty()) pages.pin_advice = config_.pin_advice;
   pager_ = std::make_unique<pager::Pager>(*tiers_, pages);
   oracle_ = std::make_unique<prefetch::Oracle>();
   if (config_.prefetch) pager_->set_foresight(oracle_.get());
@@ -325,6 +326,26 @@ void Runtime::set_learning_rate(std::size_t group, double lr) {
   optim::set_learning_rate(groups_[group], lr);
 }
 
+void Runtime::set_optimizer(std::size_t group, const Optimizer& optimizer) {
+  PAGODA_REQUIRE_LT(group, groups_.size(), "there is no such parameter group");
+  PAGODA_REQUIRE(
+      optim::name(optimizer) == optim::name(groups_[group]) &&
+          optim::has_momentum(optimizer) == optim::has_momentum(groups_[group]),
+      "another optimizer needs another state: release() the model and attach() it again");
+  early_->forbid("a change of the optimizer's constants");
+  groups_[group] = optimizer;
+}
+
+void Runtime::set_clip(double clip) {
+  PAGODA_REQUIRE(trained_.empty(), "clip can be set before attach() only");
+  Config changed = config_;
+  changed.clip = clip;
+  changed.validate();
+  config_.clip = clip;
+  gradients_->keep_squares(clip > 0 || scales_loss());
+  early_->enable(config_.early_updates && clip == 0 && !scales_loss());
+}
+
 void Runtime::settle() {
   updater_->settle_all();
   if (slices_ != nullptr) slices_->settle();
@@ -336,6 +357,15 @@ void Runtime::finish() {
   try {
     settle();
     check_order();
+  } catch (...) {
+    fail_and_throw();
+  }
+}
+
+void Runtime::barrier() {
+  check();
+  try {
+    if (!alone()) control_->barrier();
   } catch (...) {
     fail_and_throw();
   }

@@ -88,11 +88,17 @@ class Runtime {
   void join(const std::function<void(pager::Page&)>& bumped);
   /// Returns when nothing is owed.
   void finish();
+  /// Returns when every rank has called it.
+  void barrier();
   /// Drops the gradients accumulated so far, on this rank; all ranks do it at the same point.
   void zero_grad();
 
   const std::vector<Optimizer>& groups() const noexcept { return groups_; }
   void set_learning_rate(std::size_t group, double lr);
+  /// Other constants of the group's rule: it stays the same rule with the same state.
+  void set_optimizer(std::size_t group, const Optimizer& optimizer);
+  /// Before attach(): what the configuration says of clipping.
+  void set_clip(double clip);
   double loss_scale() const noexcept { return scale_.scale(); }
   /// Of the gradients accumulated so far. A collective.
   double grad_norm();

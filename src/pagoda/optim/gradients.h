@@ -26,6 +26,8 @@ class Gradients {
   };
 
   Gradients(pager::Tiers& tiers, ThreadPool& pool, Options options);
+  /// Before the first gradient: what Options::squares says.
+  void keep_squares(bool keep) noexcept { options_.squares = keep; }
 
   /// Adds elements [begin, begin + count) of `page`: `ranks` has each rank's gradient of them in
   /// the page's type, or null for none. `present` tells, for each parameter of the page, whether
@@ -47,7 +49,7 @@ class Gradients {
 
   pager::Tiers& tiers_;
   ThreadPool& pool_;
-  const Options options_;
+  Options options_;
   pager::HostBlock staging_;
 };
 

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include <ATen/Context.h>
+#include <torch/nn/module.h>
 
 #include "pagoda/base/error.h"
 #include "pagoda/torch/birth_scope.h"
@@ -42,12 +43,25 @@ void Engine::Building::finish() {
   scope_->birth.check();
 }
 
+void Engine::adopt(const at::Tensor& parameter, const std::string& name) {
+  impl_->runtime().check();
+  impl_->adopt(parameter, name);
+}
+
 void Engine::attach(::torch::nn::Module& model, std::vector<ParameterGroup> groups) {
-  impl_->attach(model, std::move(groups));
+  Impl::check_modules(model);
+  std::vector<NamedTensor> parameters;
+  for (const auto& item : model.named_parameters()) parameters.emplace_back(item.pair());
+  impl_->attach(parameters, std::move(groups));
 }
 
 void Engine::attach(::torch::nn::Module& model, const Optimizer& optimizer) {
-  impl_->attach(model, {{{}, optimizer}});
+  attach(model, std::vector<ParameterGroup>{{{}, optimizer}});
+}
+
+void Engine::attach(const std::vector<NamedTensor>& parameters,
+                    std::vector<ParameterGroup> groups) {
+  impl_->attach(parameters, std::move(groups));
 }
 
 void Engine::backward(const at::Tensor& loss, std::optional<bool> last) {
@@ -66,12 +80,24 @@ void Engine::finish() {
   impl_->runtime().finish();
 }
 
+void Engine::barrier() {
+  impl_->runtime().barrier();
+}
+
 void Engine::set_lr(double lr) {
   for (std::size_t group = 0; group < impl_->runtime().groups().size(); ++group) set_lr(group, lr);
 }
 
 void Engine::set_lr(std::size_t group, double lr) {
   impl_->runtime().set_learning_rate(group, lr);
+}
+
+void Engine::set_optimizer(std::size_t group, const Optimizer& optimizer) {
+  impl_->runtime().set_optimizer(group, optimizer);
+}
+
+void Engine::set_clip(double clip) {
+  impl_->runtime().set_clip(clip);
 }
 
 double Engine::loss_scale() const {
@@ -95,7 +121,11 @@ std::shared_ptr<void> Engine::pin(const at::Tensor& parameter) {
 }
 
 void Engine::release(::torch::nn::Module& model) {
-  impl_->release(model);
+  impl_->release(model.parameters());
+}
+
+void Engine::release(const std::vector<at::Tensor>& parameters) {
+  impl_->release(parameters);
 }
 
 engine::Stats Engine::stats() const {
@@ -108,6 +138,10 @@ int Engine::rank() const {
 
 int Engine::world_size() const {
   return impl_->runtime().ranks();
+}
+
+c10::Device Engine::device() const {
+  return impl_->device();
 }
 
 const Config& Engine::config() const {

@@ -22,6 +22,9 @@ class Module;
 
 namespace pagoda {
 
+/// A tensor and what it is called in messages.
+using NamedTensor = std::pair<std::string, at::Tensor>;
+
 /// Parameters that are trained alike.
 struct ParameterGroup {
   std::vector<at::Tensor> parameters;
@@ -66,11 +69,15 @@ class Engine {
     building.finish();
     return model;
   }
+  /// Makes one tensor a page, before attach() or for good: what build() does with each parameter.
+  void adopt(const at::Tensor& parameter, const std::string& name);
 
   /// Trains all parameters of `model` that require a gradient; the others become pages, too.
   void attach(::torch::nn::Module& model, const Optimizer& optimizer);
   /// The same with groups; parameters in none of them are not trained.
   void attach(::torch::nn::Module& model, std::vector<ParameterGroup> groups);
+  /// The same for a model that is no torch::nn::Module: all its parameters, with their names.
+  void attach(const std::vector<NamedTensor>& parameters, std::vector<ParameterGroup> groups);
 
   /// One micro-batch. `last`: no other comes before step(), so that updates may begin; by default
   /// the `accumulation`-th since the last step is. After it, until step(), what would change the
@@ -84,9 +91,15 @@ class Engine {
   void join();
   /// Returns when every update has been made.
   void finish();
+  /// Returns when every rank has called it.
+  void barrier();
 
   void set_lr(double lr);
   void set_lr(std::size_t group, double lr);
+  /// Other constants of the same rule.
+  void set_optimizer(std::size_t group, const Optimizer& optimizer);
+  /// Before attach(): what Config::clip says.
+  void set_clip(double clip);
   double loss_scale() const;
 
   /// The gradient accumulated so far, as fp32 and as large as the parameter: on the host.
@@ -99,11 +112,14 @@ class Engine {
 
   /// Parameters become plain tensors again, up to date. UserError if they do not fit into memory.
   void release(::torch::nn::Module& model);
+  void release(const std::vector<at::Tensor>& parameters);
 
   engine::Stats stats() const;
   int rank() const;
   int world_size() const;
   const Config& config() const;
+  /// Where parameters are when they are in use.
+  c10::Device device() const;
 
   class Impl;
 

@@ -235,7 +235,6 @@ void Engine::Impl::check_trainable(const at::Tensor& tensor, const std::string& 
                  name);
 }
 
-/// Sparse gradients are not paged: said now, not when the first one comes.
 void Engine::Impl::check_modules(const ::torch::nn::Module& model) {
   const auto check = [](const ::torch::nn::Module& module, const std::string& name) {
     const auto* embedding = module.as<::torch::nn::EmbeddingImpl>();
@@ -281,11 +280,11 @@ std::vector<optim::Segment> Engine::Impl::segments_of(const at::Tensor& tensor,
   return out;
 }
 
-void Engine::Impl::attach(::torch::nn::Module& model, std::vector<ParameterGroup> groups) {
+void Engine::Impl::attach(const std::vector<NamedTensor>& model,
+                          std::vector<ParameterGroup> groups) {
   runtime_->check();
   PAGODA_REQUIRE(parameters_.empty(), "a model is attached already: release() it first");
   PAGODA_REQUIRE(!groups.empty(), "there is no optimizer");
-  check_modules(model);
   const bool one_for_all = groups.size() == 1 && groups[0].parameters.empty();
   std::unordered_map<const c10::TensorImpl*, std::uint32_t> group_of;
   for (std::uint32_t g = 0; g < groups.size(); ++g) {
@@ -299,28 +298,27 @@ void Engine::Impl::attach(::torch::nn::Module& model, std::vector<ParameterGroup
   std::unordered_map<const pager::Page*, std::size_t> spec_of;
   std::vector<std::pair<at::Tensor, std::size_t>> trained;  // tensor, spec
   std::unordered_map<const c10::TensorImpl*, bool> seen;    // tied parameters come once
-  for (const auto& item : model.named_parameters()) {
-    const at::Tensor& tensor = item.value();
+  for (const auto& [name, tensor] : model) {
     if (!seen.emplace(tensor.unsafeGetTensorImpl(), true).second) continue;
     const auto index = static_cast<std::uint32_t>(seen.size() - 1);
-    check_trainable(tensor, item.key());
-    torch::PageStorage& storage = adopt(tensor, item.key());
+    check_trainable(tensor, name);
+    torch::PageStorage& storage = adopt(tensor, name);
     pager::Page& page = *storage.page();
-    page.name = item.key();
+    page.name = name;
     if (std::find(pages.begin(), pages.end(), &page) == pages.end()) pages.push_back(&page);
     const auto group = group_of.find(tensor.unsafeGetTensorImpl());
     if (!tensor.requires_grad() || (!one_for_all && group == group_of.end())) continue;
     const auto [spec, fresh] = spec_of.emplace(&page, specs.size());
-    if (fresh) specs.push_back({&page, dtype_of(tensor, item.key()), {}, {}});
+    if (fresh) specs.push_back({&page, dtype_of(tensor, name), {}, {}});
     engine::TrainedSpec& target = specs[spec->second];
-    PAGODA_REQUIRE(target.dtype == dtype_of(tensor, item.key()),
-                   "parameters of different types share the storage of '{}'", item.key());
+    PAGODA_REQUIRE(target.dtype == dtype_of(tensor, name),
+                   "parameters of different types share the storage of '{}'", name);
     for (const optim::Segment& segment : segments_of(tensor, target.parameters.size())) {
       target.segments.push_back(segment);
     }
     target.parameters.push_back({index, one_for_all ? 0 : group->second, 0, false, false});
     Parameter parameter{c10::weak_intrusive_ptr<c10::TensorImpl>(tensor.getIntrusivePtr()),
-                        item.key(),
+                        name,
                         &storage,
                         nullptr,
                         target.parameters.size() - 1,
@@ -560,10 +558,9 @@ std::shared_ptr<void> Engine::Impl::pin(const at::Tensor& tensor) {
   return {nullptr, [this, page](void*) { runtime_->pager().release_hold(*page); }};
 }
 
-void Engine::Impl::release(::torch::nn::Module& model) {
+void Engine::Impl::release(const std::vector<at::Tensor>& model) {
   runtime_->finish();
-  for (const auto& item : model.named_parameters()) {
-    const at::Tensor& tensor = item.value();
+  for (const at::Tensor& tensor : model) {
     torch::PageStorage* storage = find(tensor);
     if (storage == nullptr) continue;
     torch::ParameterTable::instance().erase(tensor.unsafeGetTensorImpl());
@@ -587,8 +584,8 @@ void Engine::Impl::release(::torch::nn::Module& model) {
     storage->give_back(std::move(data));
   }
   runtime_->detach();
-  for (const auto& item : model.named_parameters()) {
-    torch::PageStorage* storage = find(item.value());
+  for (const at::Tensor& tensor : model) {
+    torch::PageStorage* storage = find(tensor);
     if (storage == nullptr) continue;
     runtime_->pager().drop(*storage->page());
     storages_.erase(storage->key());

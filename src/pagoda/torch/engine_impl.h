@@ -30,8 +30,11 @@ class Engine::Impl final : public torch::ObserverClient {
 
   /// Makes the tensor's storage a page, if it is none yet.
   torch::PageStorage& adopt(const at::Tensor& tensor, const std::string& name);
-  void attach(::torch::nn::Module& model, std::vector<ParameterGroup> groups);
-  void release(::torch::nn::Module& model);
+  void attach(const std::vector<NamedTensor>& model, std::vector<ParameterGroup> groups);
+  void release(const std::vector<at::Tensor>& model);
+
+  /// Sparse gradients are not paged: said before attach(), not when the first one comes.
+  static void check_modules(const ::torch::nn::Module& model);
 
   void backward(const at::Tensor& loss, std::optional<bool> last);
   StepReport step(bool joining);
@@ -77,7 +80,6 @@ class Engine::Impl final : public torch::ObserverClient {
 
   void limit_device(Bytes limit);
   void point_at(at::Tensor& tensor, const c10::Storage& storage) const;
-  static void check_modules(const ::torch::nn::Module& model);
   void check_trainable(const at::Tensor& tensor, const std::string& name) const;
   std::vector<optim::Segment> segments_of(const at::Tensor& tensor, std::size_t in_page) const;
   void take_gradient(Parameter& parameter, const at::Tensor& tensor);

@@ -59,7 +59,12 @@ bool is_view(const c10::FunctionSchema& schema) {
 OperatorTraits learn(const at::RecordFunction& function) {
   OperatorTraits traits;
   const auto name = function.operator_name();
-  if (!name) return traits;
+  if (!name) {
+    // Announced by hand, without a schema, beside aten::detach.
+    const std::string_view by_hand = function.name();
+    traits.needs_no_data = by_hand == "detach" || by_hand == "detach_";
+    return traits;
+  }
   traits.needs_no_data = is_shape_only(name->name);
   traits.reads_pointers_on_gpu =
       std::find(kRecurrent.begin(), kRecurrent.end(), name->name) != kRecurrent.end();

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes a model as a Hugging Face directory, one page at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+
+from pagoda.errors import UserError
+
+_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint8: "U8", torch.bool: "BOOL", torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+_SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+
+# Gives the tensors that one entry of a state dict becomes in the file.
+Convert = Callable[[str, torch.Tensor], dict[str, torch.Tensor]]
+
+
+class Entry(NamedTuple):
+    """A tensor of a file: what it is called, and which entry of the state dict it comes from."""
+
+    name: str
+    source: str
+    dtype: str
+    shape: list[int]
+    size: int
+
+
+def _without_aliases(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The state dict with every tensor once: of tied ones, the name that a loader expects."""
+    state: dict[str, torch.Tensor] = dict(model.state_dict())
+    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+    ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    seen: set[tuple[Any, ...]] = set()
+    out: dict[str, torch.Tensor] = {}
+    for name in sorted(state, key=lambda name: name in tied):
+        tensor = state[name]
+        if name in ignored or not isinstance(tensor, torch.Tensor):
+            continue
+        key = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tuple(tensor.shape),
+               tuple(tensor.stride()))
+        if key not in seen or tensor.numel() == 0:
+            seen.add(key)
+            out[name] = tensor
+    return {name: out[name] for name in state if name in out}
+
+
+def _as_they_are(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {name: tensor}
+
+
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, device="meta")
+
+
+def _original_names(model: torch.nn.Module, state: dict[str, torch.Tensor]) -> Convert:
+    """transformers keeps some weights otherwise than their checkpoints do (the experts of a layer in
+    one tensor): gives back what the checkpoint has, where it can be done one parameter at a time."""
+    try:
+        from transformers import PreTrainedModel
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:
+        return _as_they_are
+    if not isinstance(model, PreTrainedModel):
+        return _as_they_are
+
+    def convert(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        return dict(revert_weight_conversion(model, {name: tensor}))
+
+    def shapes(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Size]:
+        return {name: tensor.shape for name, tensor in tensors.items()}
+
+    try:
+        whole = shapes(revert_weight_conversion(
+            model, {name: _on_meta(tensor) for name, tensor in state.items()}))
+        alone: dict[str, torch.Size] = {}
+        for name, tensor in state.items():
+            alone.update(shapes(convert(name, _on_meta(tensor))))
+    except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, NotImplementedError):
+        return _as_they_are
+    return convert if whole == alone else _as_they_are
+
+
+def _shards(state: dict[str, torch.Tensor], convert: Convert,
+            largest: int) -> Iterator[list[Entry]]:
+    shard: list[Entry] = []
+    filled = 0
+    for source, tensor in state.items():
+        entries = []
+        for name, part in convert(source, _on_meta(tensor)).items():
+            if part.dtype not in _DTYPES:
+                raise UserError(f"'{name}' is {part.dtype}, which safetensors cannot hold")
+            entries.append(Entry(name, source, _DTYPES[part.dtype], list(part.shape),
+                                 part.numel() * part.element_size()))
+        size = sum(entry.size for entry in entries)
+        if shard and filled + size > largest:
+            yield shard
+            shard, filled = [], 0
+        shard += entries
+        filled += size
+    yield shard
+
+
+def _write_tensor(file: BinaryIO, tensor: torch.Tensor) -> None:
+    # A copy by an operator: it brings the page in, and lets it go again.
+    plain = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor)
+    if plain.numel() != 0:
+        file.write(plain.reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _write_shard(path: Path, shard: list[Entry], state: dict[str, torch.Tensor],
+                 convert: Convert) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for entry in shard:
+        header[entry.name] = {"dtype": entry.dtype, "shape": entry.shape,
+                              "data_offsets": [at, at + entry.size]}
+        at += entry.size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)))
+        file.write(text)
+        parts: dict[str, torch.Tensor] = {}
+        source = None
+        for entry in shard:
+            if entry.source != source:
+                source = entry.source
+                parts = convert(source, state[source])
+            _write_tensor(file, parts[entry.name])
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _write_weights(model: torch.nn.Module, directory: Path, largest: int) -> None:
+    with torch.no_grad():
+        state = _without_aliases(model)
+        convert = _original_names(model, state)
+        shards = list(_shards(state, convert, largest))
+        names = ["model.safetensors"]
+        if len(shards) > 1:
+            names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
+                     for i in range(len(shards))]
+        for name, shard in zip(names, shards, strict=True):
+            _write_shard(directory / f".{name}.part", shard, state, convert)
+    for old in directory.iterdir():
+        if _SHARD.fullmatch(old.name):
+            old.unlink()
+    for name in names:
+        (directory / f".{name}.part").replace(directory / name)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": sum(e.size for shard in shards for e in shard)},
+                 "weight_map": {entry.name: name for name, shard in zip(names, shards, strict=True)
+                                for entry in shard}}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
+def _write_adapters(model: torch.nn.Module, directory: Path) -> None:
+    """peft's own format: what is trained is small, and is copied."""
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    with torch.no_grad():
+        state = {name: tensor.clone() if name in trained else tensor
+                 for name, tensor in model.state_dict().items()}
+    model.save_pretrained(directory, state_dict=state)  # type: ignore[operator]
+
+
+def save(model: torch.nn.Module, directory: Path, largest: int) -> None:
+    """The model's weights, and its configuration where it has one."""
+    directory.mkdir(parents=True, exist_ok=True)
+    if hasattr(model, "peft_config") and hasattr(model, "save_pretrained"):
+        _write_adapters(model, directory)
+        return
+    _write_weights(model, directory, largest)
+    config = getattr(model, "config", None)
+    if config is not None and hasattr(config, "save_pretrained"):
+        dtype = getattr(model, "dtype", None)
+        if dtype is not None:
+            config.dtype = str(dtype).removeprefix("torch.")
+        config.architectures = [type(model).__name__]
+        config.save_pretrained(directory)
+    generation = getattr(model, "generation_config", None)
+    if generation is not None and getattr(model, "can_generate", bool)():
+        generation.save_pretrained(directory)

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds and loads libpagoda.so, and says what its classes look like."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, cast
+
+import torch
+
+from pagoda.errors import translated
+
+
+def _candidates() -> list[Path]:
+    """An installed wheel's own library; a build tree's where the package runs from its sources."""
+    here = Path(__file__).resolve().parent
+    places = [here / "lib", here.parents[1] / "build" / "lib"]
+    if named := os.environ.get("PAGODA_BUILD"):
+        places.insert(0, Path(named) / "lib")
+    return [place / "libpagoda.so" for place in places]
+
+
+def _load() -> None:
+    for path in _candidates():
+        if path.exists():
+            torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
+            return
+    tried = ", ".join(str(path) for path in _candidates())
+    raise ImportError(f"libpagoda.so is in none of its places ({tried}): build it, or set "
+                      "PAGODA_BUILD to the folder of a build")
+
+
+_load()
+
+
+class PinHandle(Protocol):
+    """torch.classes.pagoda.Pin."""
+
+    def release(self) -> None: ...
+
+
+class Handle(Protocol):
+    """torch.classes.pagoda.Engine: what binding.cpp registers."""
+
+    def close(self) -> None: ...
+    def adopt(self, tensor: torch.Tensor, name: str) -> None: ...
+    def attach(self, names: list[str], tensors: list[torch.Tensor], group_of: list[int],
+               kinds: list[str], constants: list[dict[str, float]]) -> None: ...
+    def release(self, parameters: list[torch.Tensor]) -> None: ...
+    def backward(self, loss: torch.Tensor, last: bool | None) -> None: ...
+    def step(self) -> tuple[int, bool, float, float]: ...
+    def join(self) -> None: ...
+    def finish(self) -> None: ...
+    def barrier(self) -> None: ...
+    def zero_grad(self) -> None: ...
+    def set_clip(self, clip: float) -> None: ...
+    def set_optimizer(self, group: int, kind: str, constants: dict[str, float]) -> None: ...
+    def loss_scale(self) -> float: ...
+    def grad(self, parameter: torch.Tensor) -> torch.Tensor: ...
+    def grad_norm(self) -> float: ...
+    def pin(self, parameters: list[torch.Tensor]) -> PinHandle: ...
+    def stats(self) -> dict[str, int]: ...
+    def stats_table(self) -> str: ...
+    def config(self) -> str: ...
+    def device(self) -> str: ...
+    def rank(self) -> int: ...
+    def world_size(self) -> int: ...
+
+
+def make_engine(config: str, group: Any, from_env: bool) -> Handle:
+    """An engine of the library. `group`: a boxed process group, or None."""
+    with translated():
+        return cast(Handle, torch.classes.pagoda.Engine(config, group, from_env))
+
+
+class ConfigKey(NamedTuple):
+    """One keyword of `Engine`."""
+
+    name: str
+    takes: str
+    default: str
+    meaning: str
+
+
+def config_keys() -> list[ConfigKey]:
+    """What `Engine` takes.
+
+    >>> import pagoda
+    >>> next(key.meaning for key in pagoda.config_keys() if key.name == "clip")
+    'Largest norm of all gradients together; 0: no clipping'
+    """
+    texts = cast("list[str]", torch.ops.pagoda.config_keys())
+    return [ConfigKey(*texts[i:i + 4]) for i in range(0, len(texts), 4)]
+
+
+def optimizer_constants(kind: str) -> dict[str, float]:
+    """The constants of an optimizer, with their defaults."""
+    with translated():
+        return dict(torch.ops.pagoda.optimizer_constants(kind))
+
+
+def version() -> str:
+    """The version of the library."""
+    return cast(str, torch.ops.pagoda.version())

@@ -1,0 +1,363 @@
+// SPDX-License-Identifier: Apache-2.0
+// The engine as Python sees it: classes under torch.classes.pagoda, without Python's ABI. The
+// package in python/pagoda gives them their names and types. Part of the shared library only.
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/Dict.h>
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/custom_class.h>
+
+#include "pagoda/base/error.h"
+#include "pagoda/torch/engine.h"
+#include "pagoda/torch/gloo_world.h"
+
+namespace pagoda::torch {
+namespace {
+
+using Constants = c10::Dict<std::string, double>;
+using Counts = c10::Dict<std::string, std::int64_t>;
+
+/// An exception's family as Python is told it: TorchBind knows RuntimeError only.
+class Told : public std::runtime_error {
+ public:
+  Told(const char* family, const std::string& text)
+      : std::runtime_error(fmt::format("pagoda.{}: {}", family, text)) {}
+};
+
+/// Without the place in our sources, which is of no use to a caller who is at fault.
+std::string text_of(const UserError& error) {
+  std::string text = error.message();
+  for (const ErrorContext& item : error.contexts()) {
+    text += fmt::format(" [{}={}]", item.key, item.value);
+  }
+  return text;
+}
+
+template <class Work>
+auto telling(const Work& work) {
+  try {
+    return work();
+  } catch (const UserError& error) {
+    throw Told("UserError", text_of(error));
+  } catch (const EngineError& error) {
+    throw Told("EngineError", error.what());
+  }
+}
+
+/// Takes what it knows from `constants` and complains about the rest.
+class ConstantReader {
+ public:
+  explicit ConstantReader(const Constants& constants) : rest_(constants.copy()) {}
+  void take(const char* name, double& to) {
+    if (!rest_.contains(name)) return;
+    to = rest_.at(name);
+    (void)rest_.erase(name);
+  }
+  void finish(const std::string& kind) const {
+    for (const auto& entry : rest_) {
+      throw UserError(fmt::format("optimizer '{}' has no '{}'", kind, entry.key()));
+    }
+  }
+
+ private:
+  Constants rest_;
+};
+
+Optimizer rule_of(const std::string& kind, const Constants& constants) {
+  ConstantReader reader(constants);
+  const auto adam = [&](auto rule) {
+    reader.take("lr", rule.lr);
+    reader.take("beta1", rule.beta1);
+    reader.take("beta2", rule.beta2);
+    reader.take("weight_decay", rule.weight_decay);
+    return rule;
+  };
+  const auto with_eps = [&](auto rule) {
+    reader.take("eps", rule.eps);
+    return rule;
+  };
+  Optimizer out;
+  if (kind == "adamw") {
+    out = with_eps(adam(AdamW{}));
+  } else if (kind == "adam") {
+    out = with_eps(adam(Adam{}));
+  } else if (kind == "lion") {
+    out = adam(Lion{});
+  } else if (kind == "sgd") {
+    Sgd rule;
+    double nesterov = 0;
+    reader.take("lr", rule.lr);
+    reader.take("momentum", rule.momentum);
+    reader.take("dampening", rule.dampening);
+    reader.take("weight_decay", rule.weight_decay);
+    reader.take("nesterov", nesterov);
+    rule.nesterov = nesterov != 0;
+    out = rule;
+  } else {
+    throw UserError(
+        fmt::format("there is no optimizer '{}': it is adamw, adam, sgd or lion", kind));
+  }
+  reader.finish(kind);
+  return out;
+}
+
+/// Constants as rule_of() takes them: what a rule is when nothing is said.
+Constants constants_of(const std::string& kind) {
+  Constants out;
+  const auto adam = [&](const auto& rule) {
+    out.insert("lr", rule.lr);
+    out.insert("beta1", rule.beta1);
+    out.insert("beta2", rule.beta2);
+    out.insert("weight_decay", rule.weight_decay);
+    if constexpr (requires { rule.eps; }) out.insert("eps", rule.eps);
+  };
+  const Optimizer rule = rule_of(kind, Constants());
+  if (const auto* sgd = std::get_if<Sgd>(&rule)) {
+    out.insert("lr", sgd->lr);
+    out.insert("momentum", sgd->momentum);
+    out.insert("dampening", sgd->dampening);
+    out.insert("weight_decay", sgd->weight_decay);
+    out.insert("nesterov", sgd->nesterov ? 1 : 0);
+  }
+  if (const auto* adamw = std::get_if<AdamW>(&rule)) adam(*adamw);
+  if (const auto* plain = std::get_if<Adam>(&rule)) adam(*plain);
+  if (const auto* lion = std::get_if<Lion>(&rule)) adam(*lion);
+  return out;
+}
+
+std::vector<std::string> config_keys() {
+  std::vector<std::string> out;  // four texts for each key
+  for (const ConfigKey& key : Config::keys()) {
+    out.insert(out.end(), {key.name, key.type, key.initial, key.help});
+  }
+  return out;
+}
+
+/// Names with dots, which Python makes a tree of. Times are nanoseconds.
+Counts counts_of(const engine::Stats& stats) {
+  Counts out;
+  const auto put = [&](const std::string& name, auto value) {
+    out.insert(name, static_cast<std::int64_t>(value));
+  };
+  put("steps", stats.steps);
+  put("skipped_steps", stats.skipped_steps);
+  put("pages.touches", stats.pager.touches);
+  put("pages.faults", stats.pager.faults);
+  put("pages.late_prefetches", stats.pager.late_prefetches);
+  put("pages.prefetch_hits", stats.pager.prefetch_hits);
+  put("pages.prefetches", stats.pager.prefetches);
+  put("pages.wasted_prefetches", stats.pager.wasted_prefetches);
+  put("pages.evictions", stats.pager.evictions);
+  put("pages.writebacks", stats.pager.writebacks);
+  put("pages.fault_stall_ns", stats.pager.fault_stall);
+  put("pages.late_stall_ns", stats.pager.late_stall);
+  put("pages.update_stall_ns", stats.pager.update_stall);
+  put("pages.device_bytes", stats.device_pages);
+  put("pages.device_bytes_peak", stats.device_pages_peak);
+  put("moved.nvme_to_host", stats.pager.nvme_to_host + stats.updates.nvme_read);
+  put("moved.host_to_device", stats.pager.host_to_device);
+  put("moved.gathered", stats.pager.gathered);
+  put("moved.device_to_host", stats.pager.device_to_host + stats.gradients.device_to_host);
+  put("moved.host_to_nvme", stats.pager.host_to_nvme + stats.updates.nvme_written);
+  put("moved.pulled", stats.pulled);
+  put("moved.served", stats.served);
+  put("moved.gradients_exchanged", stats.gradients.exchanged);
+  put("updates.pages", stats.updates.pages);
+  put("updates.early", stats.updates.early);
+  put("updates.elements", stats.updates.elements);
+  put("updates.busy_ns", stats.updates.busy);
+  put("updates.waited_io_ns", stats.updates.waited_io);
+  for (std::size_t i = 0; i < stats.tiers.size(); ++i) {
+    const engine::TierStats& tier = stats.tiers[i];
+    const std::string name = fmt::format("tiers.{}", pager::name(static_cast<pager::Tier>(i)));
+    put(name + ".budget", tier.limit);
+    put(name + ".used", tier.used);
+    put(name + ".peak", tier.peak);
+    for (const BudgetHolder& holder : tier.holders) {
+      put(fmt::format("{}.holders.{}.used", name, holder.tag), holder.bytes);
+      put(fmt::format("{}.holders.{}.peak", name, holder.tag), holder.peak);
+    }
+  }
+  return out;
+}
+
+/// Keeps pages where raw pointers can see them, until it goes or is told to let go.
+struct BoundPin final : ::torch::CustomClassHolder {
+  void release() { held.clear(); }
+
+  std::vector<std::shared_ptr<void>> held;
+};
+
+/// One thread calls it, as pagoda::Engine says. Python lets go of its lock meanwhile, so close() is
+/// how an engine ends: a destructor would wait for threads that may need it.
+class BoundEngine final : public ::torch::CustomClassHolder {
+ public:
+  using Group = c10::intrusive_ptr<::c10d::ProcessGroup>;
+
+  BoundEngine(const std::string& config, const std::optional<Group>& group, bool from_env) {
+    telling([&] {
+      auto world = group.has_value() ? world_from_group(**group)
+                   : from_env        ? world_from_env()
+                                     : comm::make_solo_world();
+      Config parsed = Config::from_json(config);
+      parsed.pin_advice =
+          "pin it (with engine.pin(parameter):), or save the model with engine.save_pretrained()";
+      engine_ = std::make_shared<Engine>(parsed, std::move(world));
+    });
+  }
+
+  void close() { engine_.reset(); }
+
+  void adopt(const at::Tensor& tensor, const std::string& name) {
+    telling([&] { engine().adopt(tensor, name); });
+  }
+
+  /// `group_of`: of each parameter; negative: it is not trained.
+  void attach(const std::vector<std::string>& names, const std::vector<at::Tensor>& tensors,
+              const std::vector<std::int64_t>& group_of, const std::vector<std::string>& kinds,
+              const std::vector<Constants>& constants) {
+    telling([&] {
+      PAGODA_CHECK(names.size() == tensors.size() && names.size() == group_of.size() &&
+                   kinds.size() == constants.size());
+      std::vector<ParameterGroup> groups;
+      for (std::size_t g = 0; g < kinds.size(); ++g) {
+        groups.push_back({{}, rule_of(kinds[g], constants[g])});
+      }
+      std::vector<NamedTensor> parameters;
+      for (std::size_t i = 0; i < names.size(); ++i) {
+        parameters.emplace_back(names[i], tensors[i]);
+        if (group_of[i] < 0) continue;
+        groups.at(static_cast<std::size_t>(group_of[i])).parameters.push_back(tensors[i]);
+      }
+      engine().attach(parameters, std::move(groups));
+    });
+  }
+
+  void release(const std::vector<at::Tensor>& parameters) {
+    telling([&] { engine().release(parameters); });
+  }
+
+  void backward(const at::Tensor& loss, std::optional<bool> last) {
+    telling([&] { engine().backward(loss, last); });
+  }
+
+  std::tuple<std::int64_t, bool, double, double> step() {
+    return telling([&] {
+      const StepReport report = engine().step();
+      return std::make_tuple(static_cast<std::int64_t>(report.step), report.skipped, report.norm,
+                             report.loss_scale);
+    });
+  }
+
+  void join() {
+    telling([&] { engine().join(); });
+  }
+  void finish() {
+    telling([&] { engine().finish(); });
+  }
+  void barrier() {
+    telling([&] { engine().barrier(); });
+  }
+  void zero_grad() {
+    telling([&] { engine().zero_grad(); });
+  }
+  void set_clip(double clip) {
+    telling([&] { engine().set_clip(clip); });
+  }
+  void set_optimizer(std::int64_t group, const std::string& kind, const Constants& constants) {
+    telling(
+        [&] { engine().set_optimizer(static_cast<std::size_t>(group), rule_of(kind, constants)); });
+  }
+  double loss_scale() {
+    return telling([&] { return engine().loss_scale(); });
+  }
+  at::Tensor grad(const at::Tensor& parameter) {
+    return telling([&] { return engine().grad(parameter); });
+  }
+  double grad_norm() {
+    return telling([&] { return engine().grad_norm(); });
+  }
+
+  c10::intrusive_ptr<BoundPin> pin(const std::vector<at::Tensor>& parameters) {
+    return telling([&] {
+      auto out = c10::make_intrusive<BoundPin>();
+      for (const at::Tensor& parameter : parameters) {
+        // The pin of an engine that is gone must not reach into it.
+        out->held.push_back(
+            std::make_shared<std::pair<std::shared_ptr<Engine>, std::shared_ptr<void>>>(
+                engine_, engine().pin(parameter)));
+      }
+      return out;
+    });
+  }
+
+  Counts stats() {
+    return telling([&] { return counts_of(engine().stats()); });
+  }
+  std::string stats_table() {
+    return telling([&] { return engine().stats().table(); });
+  }
+  std::string config() {
+    return telling([&] { return engine().config().to_json(); });
+  }
+  std::string device() {
+    return telling([&] { return engine().device().str(); });
+  }
+  std::int64_t rank() {
+    return telling([&] { return engine().rank(); });
+  }
+  std::int64_t world_size() {
+    return telling([&] { return engine().world_size(); });
+  }
+
+ private:
+  Engine& engine() {
+    PAGODA_REQUIRE(engine_ != nullptr, "the engine has been closed");
+    return *engine_;
+  }
+
+  std::shared_ptr<Engine> engine_;
+};
+
+}  // namespace
+}  // namespace pagoda::torch
+
+// Outside our namespaces: the macros say torch:: and mean the library.
+TORCH_LIBRARY_FRAGMENT(pagoda, library) {
+  using pagoda::torch::BoundEngine;
+  using pagoda::torch::BoundPin;
+  library.def("config_keys() -> str[]", pagoda::torch::config_keys);
+  library.def("optimizer_constants(str kind) -> Dict(str, float)", [](const std::string& kind) {
+    return pagoda::torch::telling([&] { return pagoda::torch::constants_of(kind); });
+  });
+  library.class_<BoundPin>("Pin").def(torch::init<>()).def("release", &BoundPin::release);
+  library.class_<BoundEngine>("Engine")
+      .def(torch::init<std::string, std::optional<BoundEngine::Group>, bool>())
+      .def("close", &BoundEngine::close)
+      .def("adopt", &BoundEngine::adopt)
+      .def("attach", &BoundEngine::attach)
+      .def("release", &BoundEngine::release)
+      .def("backward", &BoundEngine::backward)
+      .def("step", &BoundEngine::step)
+      .def("join", &BoundEngine::join)
+      .def("finish", &BoundEngine::finish)
+      .def("barrier", &BoundEngine::barrier)
+      .def("zero_grad", &BoundEngine::zero_grad)
+      .def("set_clip", &BoundEngine::set_clip)
+      .def("set_optimizer", &BoundEngine::set_optimizer)
+      .def("loss_scale", &BoundEngine::loss_scale)
+      .def("grad", &BoundEngine::grad)
+      .def("grad_norm", &BoundEngine::grad_norm)
+      .def("pin", &BoundEngine::pin)
+      .def("stats", &BoundEngine::stats)
+      .def("stats_table", &BoundEngine::stats_table)
+      .def("config", &BoundEngine::config)
+      .def("device", &BoundEngine::device)
+      .def("rank", &BoundEngine::rank)
+      .def("world_size", &BoundEngine::world_size);
+}

@@ -1,0 +1,513 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a training script does to an engine, and what it is told when that cannot be."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import parity
+import pytest
+import torch
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from zoo import ZOO, tokens
+
+import pagoda
+
+WIDTH = 64
+
+
+def engine(**more: Any) -> pagoda.Engine:
+    """Holds two of the layers of `stack()`."""
+    return pagoda.Engine(**{"device": "cpu", "device_budget": "72KiB", "gradient_staging": "24KiB",
+                            "parameters": "host", "update_chunk": "64KiB", "update_threads": 1,
+                            **more})
+
+
+def stack() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(6)))
+
+
+def loss_of(model: torch.nn.Module, step: int = 0) -> torch.Tensor:
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
+    return (model(x) - x).square().mean()
+
+
+def steps(paged: pagoda.Engine, model: torch.nn.Module, count: int) -> None:
+    for step in range(count):
+        paged.backward(loss_of(model, step))
+        paged.step()
+
+
+# Errors.
+
+
+def test_an_unknown_keyword_names_the_nearest() -> None:
+    with pytest.raises(pagoda.UserError, match="no key 'zeor'; did you mean 'zero'"):
+        pagoda.Engine(zeor=3)
+    with pytest.raises(ValueError, match="device_budget"):
+        pagoda.Engine(device_budget="many")
+
+
+def test_keywords_are_the_keys_of_the_configuration() -> None:
+    config = engine(clip=0.5).config
+    assert list(config) == [key.name for key in pagoda.config_keys()]
+    assert config["clip"] == 0.5
+    assert config["device"] == "cpu"
+
+
+def test_what_cannot_be_attached_is_said() -> None:
+    paged = engine()
+    model = stack()
+    with pytest.raises(pagoda.UserError, match="no optimizer 'adagrad'"):
+        paged.attach(model, optimizer="adagrad")
+    with pytest.raises(pagoda.UserError, match="optimizer 'sgd' has no 'betas'"):
+        paged.attach(model, optimizer="sgd", betas=(0.9, 0.99))
+    with pytest.raises(pagoda.UserError, match="nothing to train"):
+        paged.attach(torch.nn.Linear(2, 2).requires_grad_(False))
+    with pytest.raises(pagoda.UserError, match="no parameter of the model"):
+        paged.attach(model, groups=[{"params": [torch.nn.Parameter(torch.ones(2))]}])
+    with pytest.raises(pagoda.UserError, match=r"'0' gives sparse gradients"):
+        paged.attach(torch.nn.Sequential(torch.nn.Embedding(4, 4, sparse=True)))
+    with pytest.raises(pagoda.UserError, match="attach"):
+        _ = paged.optimizer
+    paged.attach(model)
+    with pytest.raises(pagoda.UserError, match="attached already"):
+        paged.attach(model)
+
+
+def test_an_operator_too_large_for_the_device_says_so_itself() -> None:
+    paged = engine()
+    with pytest.raises(RuntimeError, match=r"Linear\.weight.*raise device_budget"), paged.build():
+        torch.nn.Linear(200, 200)
+    # The engine says the same from now on.
+    with pytest.raises(pagoda.UserError, match=r"Linear\.weight.*raise device_budget"):
+        paged.attach(stack())
+
+
+def test_a_plan_that_cannot_fit_fails_before_the_first_step(tmp_path: Path) -> None:
+    paged = engine(nvme=[tmp_path], nvme_budget="100KiB", optimizer="nvme")
+    with pytest.raises(pagoda.UserError, match="nvme_budget"):
+        paged.attach(stack())
+
+
+def test_a_python_exception_in_backward_is_the_users_own() -> None:
+    class Failing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            raise KeyError("mine")
+
+    paged = engine()
+    model = stack()
+    paged.attach(model)
+    with pytest.raises(KeyError, match="mine"):
+        paged.backward(Failing.apply(model(torch.ones(1, WIDTH))).sum())
+    paged.zero_grad()
+    steps(paged, model, 2)
+
+
+# Gradients.
+
+
+def test_gradients_are_the_engines() -> None:
+    plain = stack()
+    loss_of(plain).backward()
+    paged = engine(early_updates=False)
+    model = stack()
+    paged.attach(model)
+    paged.backward(loss_of(model))
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert mine.grad is None
+        assert theirs.grad is not None
+        assert torch.equal(paged.grad(mine), theirs.grad)
+    norm = clip_grad_norm_(plain.parameters(), 1e9)
+    assert paged.grad_norm() == pytest.approx(norm.item(), rel=1e-5)
+    paged.zero_grad()
+    assert paged.grad_norm() == 0
+
+
+@pytest.mark.parametrize("clip", [clip_grad_norm_, clip_grad_value_])
+def test_clipping_by_torch_is_an_error_that_names_the_way(clip: Any) -> None:
+    plain = stack()
+    paged = engine()
+    model = stack()
+    paged.attach(model)
+    with pytest.raises(pagoda.UserError, match=r"engine.attach\(model, clip="):
+        clip(model.parameters(), 1.0)
+    loss_of(plain).backward()
+    clip(plain.parameters(), 1e-3)  # others' parameters are clipped as ever
+    assert max(p.grad.abs().max() for p in plain.parameters() if p.grad is not None) <= 1e-3
+    paged.release(model)
+    loss_of(model).backward()
+    clip(model.parameters(), 1.0)
+
+
+def test_clip_is_torchs() -> None:
+    plain = stack()
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+    paged = engine()
+    model = stack()
+    paged.attach(model, optimizer="sgd", lr=0.1, clip=0.01)
+    for step in range(3):
+        theirs.zero_grad()
+        loss_of(plain, step).backward()
+        norm = clip_grad_norm_(plain.parameters(), 0.01)
+        theirs.step()
+        paged.backward(loss_of(model, step))
+        report = paged.step()
+        assert report.norm == pytest.approx(norm.item(), rel=1e-5)
+    for mine, other in zip(parity.values(model).values(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, other.detach())
+
+
+# The optimizer.
+
+
+def test_schedulers_drive_the_engine() -> None:
+    def schedulers(optimizer: torch.optim.Optimizer) -> list[Any]:
+        schedule = torch.optim.lr_scheduler
+        return [schedule.SequentialLR(
+            optimizer, [schedule.LinearLR(optimizer, 0.1, total_iters=2),
+                        schedule.CosineAnnealingLR(optimizer, 4)], milestones=[2])]
+
+    plain = stack()
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    their_schedule = schedulers(theirs)
+    paged = engine()
+    model = stack()
+    ours = paged.attach(model, optimizer="sgd", lr=0.1, momentum=0.9)
+    our_schedule = schedulers(ours)
+    for step in range(6):
+        theirs.zero_grad()
+        loss_of(plain, step).backward()
+        theirs.step()
+        paged.backward(loss_of(model, step))
+        paged.step()
+        for schedule in their_schedule + our_schedule:
+            schedule.step()
+        assert ours.param_groups[0]["lr"] == theirs.param_groups[0]["lr"]
+    for mine, other in zip(parity.values(model).values(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, other.detach())
+
+
+def test_a_scheduler_that_cycles_betas_is_followed() -> None:
+    def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer,
+              paged: pagoda.Engine | None) -> list[torch.Tensor]:
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=5)
+        for step in range(4):
+            optimizer.zero_grad()
+            loss = loss_of(model, step)
+            if paged is None:
+                loss.backward()
+            else:
+                paged.backward(loss)
+            optimizer.step()
+            schedule.step()
+        return list(parity.values(model).values())
+
+    plain = stack()
+    expected = train(plain, torch.optim.AdamW(plain.parameters()), None)
+    paged = engine()
+    model = stack()
+    got = train(model, paged.attach(model), paged)
+    for mine, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_groups_are_trained_each_in_its_way() -> None:
+    paged = engine()
+    model = stack()
+    before = parity.values(model)
+    optimizer = paged.attach(
+        model, lr=0.1, weight_decay=0.1,
+        groups=[{"params": model[0].weight, "lr": 0.0},
+                {"params": [model[1].weight], "optimizer": "sgd", "momentum": 0.9}])
+    assert [group["lr"] for group in optimizer.param_groups] == [0.0, 0.1]
+    assert optimizer.param_groups[1]["momentum"] == 0.9
+    assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
+    steps(paged, model, 2)
+    changed = [name for name, value in parity.values(model).items()
+               if not torch.equal(value, before[name])]
+    assert changed == ["1.weight"]
+
+
+def test_lion_and_adam_are_trained() -> None:
+    for kind in ("lion", "adam"):
+        paged = engine()
+        model = stack()
+        paged.attach(model, optimizer=kind)
+        steps(paged, model, 2)
+        assert paged.stats()["updates"]["pages"] == 2 * 12
+        paged.close()
+
+
+def test_plain_backward_and_the_optimizers_step_work_too() -> None:
+    trained = []
+    for familiar in (False, True):
+        paged = engine()
+        model = stack()
+        optimizer = paged.attach(model)
+        for step in range(3):
+            if familiar:
+                optimizer.zero_grad()
+                loss_of(model, step).backward()
+                optimizer.step()
+            else:
+                paged.backward(loss_of(model, step))
+                paged.step()
+        trained.append(parity.values(model))
+        paged.close()
+    assert all(torch.equal(trained[0][name], trained[1][name]) for name in trained[0])
+
+
+# Parameters seen by user code.
+
+
+def test_raw_pointers_need_a_pin() -> None:
+    paged = engine()
+    with paged.build():
+        model = stack()
+    paged.attach(model)
+    steps(paged, model, 1)
+    with pytest.raises(RuntimeError, match=r"page '\d\.weight'.*engine\.pin"):
+        for layer in model:
+            layer.weight.detach().numpy()
+    with paged.pin(model[0]):
+        array = model[0].weight.detach().numpy()
+        assert array.shape == (WIDTH, WIDTH)
+        model[1](torch.ones(1, WIDTH))
+    pin = paged.pin([model[0].weight, model[1].weight])
+    pin.release()
+    pin.release()
+
+
+def test_looking_at_a_model_brings_nothing_in() -> None:
+    paged = engine()
+    with paged.build():
+        model = stack()
+    paged.attach(model)
+    steps(paged, model, 1)
+    paged.finish()
+    before = paged.stats()["pages"]["touches"]
+    assert len(model.state_dict()) == 12
+    assert sum(p.numel() for p in model.parameters()) == 6 * (WIDTH * WIDTH + WIDTH)
+    assert "Linear" in repr(model)
+    assert [p.detach().t().view_as(p.t()).shape for p in model.parameters()]
+    assert paged.stats()["pages"]["touches"] == before
+
+
+def test_in_place_edits_and_initialisers_are_kept() -> None:
+    plain, model = stack(), stack()
+    paged = engine()
+    paged.attach(model)
+    for each in (plain, model):
+        torch.manual_seed(5)
+        torch.nn.init.xavier_uniform_(each[2].weight)
+        with torch.no_grad():
+            each[3].weight.mul_(2).add_(1)
+    model(torch.ones(1, WIDTH))
+    assert all(torch.equal(a, b) for a, b in zip(parity.values(model).values(),
+                                                 parity.values(plain).values(), strict=True))
+
+
+def test_saving_by_torch_names_the_way(tmp_path: Path) -> None:
+    paged = engine()
+    model = stack()
+    paged.attach(model)
+    steps(paged, model, 1)
+    state = model.state_dict()
+    assert list(state) == [name for name, _ in model.named_parameters()]
+    with pytest.raises(RuntimeError, match=r"engine\.save_pretrained"):
+        torch.save(state, tmp_path / "model.pt")
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen3_tied", "mixtral", "t5"])
+@pytest.mark.parametrize("shard", [10**9, 100_000])
+def test_save_pretrained_writes_what_transformers_reads(name: str, shard: int,
+                                                        tmp_path: Path) -> None:
+    paged = pagoda.Engine(**parity.config_below_a_third(ZOO[name].make))
+    with paged.build():
+        model: Any = ZOO[name].make()
+    paged.attach(model)
+    paged.backward(ZOO[name].loss(model, 0))
+    paged.step()
+    with pytest.raises(RuntimeError, match=r"engine\.save_pretrained"):
+        model.save_pretrained(tmp_path / "theirs")
+    paged.save_pretrained(tmp_path / "out", max_shard_bytes=shard)
+    assert (len(list((tmp_path / "out").glob("*.safetensors"))) > 1) == (shard < 10**9)
+    again, report = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"], report
+    expected = parity.values(model)
+    assert all(torch.equal(value, expected[key]) for key, value in parity.values(again).items())
+    # The names in the files are those that transformers itself writes.
+    again.save_pretrained(tmp_path / "theirs")
+
+    def names(directory: Path) -> set[str]:
+        from safetensors import safe_open
+
+        return {key for file in directory.glob("*.safetensors")
+                for key in safe_open(file, "pt").keys()}
+
+    assert names(tmp_path / "out") == names(tmp_path / "theirs")
+
+
+def test_save_pretrained_writes_the_adapters_of_peft(tmp_path: Path) -> None:
+    import peft
+
+    paged = pagoda.Engine(**parity.config_below_a_third(ZOO["lora"].make))
+    torch.manual_seed(0)
+    with paged.build():
+        model = ZOO["lora"].make()
+    paged.attach(model, lr=0.1)
+    paged.backward(ZOO["lora"].loss(model, 0))
+    paged.step()
+    paged.save_pretrained(tmp_path)
+    torch.manual_seed(0)
+    again = peft.PeftModel.from_pretrained(ZOO["llama"].make(), tmp_path)
+    expected = parity.values(model)
+    assert all(torch.equal(value, expected[key]) for key, value in parity.values(again).items())
+    assert (tmp_path / "adapter_model.safetensors").stat().st_size < 50_000
+
+
+def test_release_gives_plain_tensors_back() -> None:
+    paged = engine()
+    model = stack()
+    paged.attach(model)
+    steps(paged, model, 2)
+    expected = parity.values(model)
+    paged.release(model)
+    paged.close()
+    assert all(torch.equal(torch.from_numpy(p.detach().numpy()), expected[name])
+               for name, p in model.named_parameters())
+    loss_of(model).backward()
+    assert model[0].weight.grad is not None
+
+
+def test_stats_are_a_dict_and_a_table() -> None:
+    paged = engine()
+    model = stack()
+    paged.attach(model)
+    steps(paged, model, 2)
+    stats = paged.stats()
+    assert stats["steps"] == 2
+    assert stats["tiers"]["device"]["peak"] <= 72 * 1024
+    assert "prefetch hits" in str(stats)
+    assert "<td" in stats._repr_html_()
+
+
+# Processes and lives.
+
+
+def test_two_engines_side_by_side() -> None:
+    first, second = engine(), engine()
+    models = [stack(), stack()]
+    first.attach(models[0])
+    second.attach(models[1])
+    for step in range(2):
+        for paged, model in zip((first, second), models, strict=True):
+            paged.backward(loss_of(model, step))
+            paged.step()
+    assert all(torch.equal(a, b) for a, b in zip(parity.values(models[0]).values(),
+                                                 parity.values(models[1]).values(), strict=True))
+    third = engine()
+    with pytest.raises(pagoda.UserError, match="belongs to another engine"):
+        third.attach(models[0])
+
+
+def test_a_dropped_engine_is_gone_and_can_be_made_again(tmp_path: Path) -> None:
+    """As when a notebook's cell runs again."""
+    for _ in range(3):
+        paged = engine(parameters="nvme", nvme=[tmp_path])
+        with paged.build():
+            model = stack()
+        paged.attach(model)
+        steps(paged, model, 1)
+    old = model
+    del paged, model
+    gc.collect()
+    with pytest.raises(RuntimeError, match="went with its engine"):
+        old(torch.ones(1, WIDTH))
+    with engine() as paged:
+        paged.attach(stack())
+    with pytest.raises(pagoda.UserError, match="closed"):
+        paged.stats()
+
+
+class Numbers(torch.utils.data.Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.randn(WIDTH, generator=torch.Generator().manual_seed(index)) * 1.0
+
+
+def test_forked_data_loaders_work_beside_an_engine() -> None:
+    paged = engine()
+    with paged.build():
+        model = stack()
+    paged.attach(model)
+    loader = torch.utils.data.DataLoader(Numbers(), batch_size=4, num_workers=2,
+                                         multiprocessing_context="fork")
+    for _ in range(2):
+        for batch in loader:
+            paged.backward((model(batch) - batch).square().mean())
+            paged.step()
+    assert paged.stats()["steps"] == 6
+
+
+INTERRUPTED = """
+import sys, threading, signal, os, time
+sys.path.insert(0, os.environ["PAGODA_PYTHON"])
+import torch, pagoda
+engine = pagoda.Engine(device="cpu", device_budget="72KiB", gradient_staging="24KiB",
+                       parameters="nvme", optimizer="nvme", gradients="nvme", nvme=[sys.argv[1]])
+with engine.build():
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6)))
+engine.attach(model)
+print("ready", flush=True)
+while True:
+    engine.backward(model(torch.ones(4, 64)).square().mean())
+    engine.step()
+"""
+
+
+def test_an_interrupt_leaves_nothing_on_disk(tmp_path: Path) -> None:
+    swap = tmp_path / "swap"
+    swap.mkdir()
+    environment = {**os.environ, "PAGODA_PYTHON": str(Path(pagoda.__file__).parents[1])}
+    with subprocess.Popen([sys.executable, "-c", INTERRUPTED, str(swap)], text=True,
+                          stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                          env=environment) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert errors.rstrip().endswith("KeyboardInterrupt"), errors
+    assert process.returncode in (1, -signal.SIGINT, 130)
+    assert list(swap.iterdir()) == []
+
+
+def test_generating_and_evaluating_between_steps_change_nothing() -> None:
+    paged = pagoda.Engine(**parity.config_below_a_third(ZOO["llama"].make))
+    torch.manual_seed(0)
+    with paged.build():
+        model: Any = ZOO["llama"].make()
+    paged.attach(model)
+    before = parity.values(model)
+    model.eval()
+    written = model.generate(tokens(0, 4), max_new_tokens=6, do_sample=False, pad_token_id=0)
+    torch.manual_seed(0)
+    plain: Any = ZOO["llama"].make().eval()
+    expected = plain.generate(tokens(0, 4), max_new_tokens=6, do_sample=False, pad_token_id=0)
+    assert torch.equal(written, expected)
+    assert all(torch.equal(value, before[name]) for name, value in parity.values(model).items())
