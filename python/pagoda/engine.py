@@ -164,7 +164,7 @@ class Engine:
             with translated():
                 handle.adopt(parameter, name)
 
-        return birth_scope(adopt, self._device)
+        return birth_scope(handle, adopt, self._device)
 
     def attach(self, model: torch.nn.Module, *, optimizer: str = "adamw",
                groups: Iterable[dict[str, Any]] | None = None, clip: float | None = None,

@@ -13,6 +13,7 @@
 #include <torch/custom_class.h>
 
 #include "pagoda/base/error.h"
+#include "pagoda/torch/apart.h"
 #include "pagoda/torch/engine.h"
 #include "pagoda/torch/gloo_world.h"
 
@@ -213,6 +214,9 @@ class BoundEngine final : public ::torch::CustomClassHolder {
 
   void close() { engine_.reset(); }
 
+  void begin_build() { apart_.emplace_back(std::make_unique<LargeBlocksApart>()); }
+  void end_build() { apart_.pop_back(); }
+
   void adopt(const at::Tensor& tensor, const std::string& name) {
     telling([&] { engine().adopt(tensor, name); });
   }
@@ -322,6 +326,7 @@ class BoundEngine final : public ::torch::CustomClassHolder {
   }
 
   std::shared_ptr<Engine> engine_;
+  std::vector<std::unique_ptr<LargeBlocksApart>> apart_;  // one for each build() under way
 };
 
 }  // namespace
@@ -339,6 +344,8 @@ TORCH_LIBRARY_FRAGMENT(pagoda, library) {
   library.class_<BoundEngine>("Engine")
       .def(torch::init<std::string, std::optional<BoundEngine::Group>, bool>())
       .def("close", &BoundEngine::close)
+      .def("begin_build", &BoundEngine::begin_build)
+      .def("end_build", &BoundEngine::end_build)
       .def("adopt", &BoundEngine::adopt)
       .def("attach", &BoundEngine::attach)
       .def("release", &BoundEngine::release)

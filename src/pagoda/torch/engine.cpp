@@ -8,6 +8,7 @@
 #include <torch/nn/module.h>
 
 #include "pagoda/base/error.h"
+#include "pagoda/torch/apart.h"
 #include "pagoda/torch/birth_scope.h"
 #include "pagoda/torch/engine_impl.h"
 
@@ -31,6 +32,7 @@ struct Engine::Building::Scope {
   }
   ~Scope() { at::globalContext().setUserEnabledCuDNN(cudnn); }
 
+  const torch::LargeBlocksApart apart;
   torch::BirthScope birth;
   const bool cudnn;
 };
