@@ -40,9 +40,6 @@ def birth_scope(handle: Handle, adopt: Adopt, device: torch.device) -> Iterator[
         # Scopes nest: the innermost engine takes it. What has no bytes yet comes again when it has.
         if parameter is None or parameter.is_meta or _scopes[-1] is not adopt:
             return
-        storage = parameter.untyped_storage()
-        if storage.filename is not None and storage.nbytes() > parameter.nbytes:
-            parameter.data = parameter.data.clone()  # a view into a mapped file is no page
         adopt(parameter, f"{type(module).__name__}.{name}")
 
     with ExitStack() as stack:
