@@ -247,6 +247,7 @@ def test_lion_and_adam_are_trained() -> None:
         model = stack()
         paged.attach(model, optimizer=kind)
         steps(paged, model, 2)
+        paged.finish()
         assert paged.stats()["updates"]["pages"] == 2 * 12
         paged.close()
 

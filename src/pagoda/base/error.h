@@ -5,6 +5,7 @@
 #include <source_location>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -82,14 +83,17 @@ inline std::string check_detail() {
 
 template <class... Args>
 std::string check_detail(fmt::format_string<Args...> format, Args&&... args) {
-  return ": " + fmt::format(format, std::forward<Args>(args)...);
+  return fmt::format(format, std::forward<Args>(args)...);
 }
 
 /// Out of line, so that a check costs its caller one compare and one jump.
 template <class E>
 [[noreturn]] void throw_check(std::string_view expression, std::string values, std::string detail,
                               std::source_location where) {
-  throw E(fmt::format("check failed: {}{}{}", expression, values, detail), {}, where);
+  // A user is told what is wrong; how it was noticed is the engine's own concern.
+  if (std::is_same_v<E, UserError> && !detail.empty()) throw E(detail + values, {}, where);
+  const std::string colon = detail.empty() ? "" : ": ";
+  throw E(fmt::format("check failed: {}{}{}{}", expression, values, colon, detail), {}, where);
 }
 
 template <class E, class A, class B>
@@ -105,7 +109,8 @@ template <class E, class A, class B>
 
 // Checks do not depend on NDEBUG. PAGODA_CHECK guards the engine's own invariants and throws
 // EngineError; PAGODA_REQUIRE guards what a caller passes in and throws UserError. Both take an
-// optional fmt format and its arguments; the comparing forms print both values.
+// optional fmt format and its arguments, which a user sees instead of the condition; the comparing
+// forms print both values.
 #define PAGODA_CHECK_AS(Family, condition, ...)                                          \
   do {                                                                                   \
     if (!(condition)) [[unlikely]] {                                                     \

@@ -205,7 +205,14 @@ void Runtime::check_fit(const std::vector<Page*>& pages) {
         "device_budget",
         largest->name, format_bytes(largest->bytes()), format_bytes(arena.capacity)));
   }
-  fit({parameters, gradients, states}, {arena.capacity, arena.capacity},
+  std::vector<Need> needs = {parameters, gradients, states};
+  if (!alone() && largest != nullptr) {
+    // A gradient that comes before its turn waits on the host (Reducer::park): there is room for
+    // two.
+    needs.push_back({"gradients in wait", PagerPlacement::Auto});
+    for (int i = 0; i < 2; ++i) needs.back().add(largest->bytes());
+  }
+  fit(needs, {arena.capacity, arena.capacity},
       {tiers_->budget(Tier::Host).limit(), tiers_->budget(Tier::Host).available() + held},
       {tiers_->budget(Tier::Nvme).limit(), tiers_->budget(Tier::Nvme).available() + held_nvme},
       tiers_->swap() != nullptr);

@@ -43,53 +43,53 @@ class Binding {
 };
 
 /// The storage of one parameter, or of several that are views of it. A record: the Pager guards all
-/// that is not const, with its lock.
-struct Page {
+/// that is not const, with its lock. What every touch looks at lies together: with thousands of
+/// pages, each cache line costs.
+struct alignas(64) Page {
   Page(PageId page_id, std::string page_name, std::uint64_t count, Bytes size)
-      : id(page_id), name(std::move(page_name)), elements(count), element_size(size) {}
+      : id(page_id), elements(count), element_size(size), name(std::move(page_name)) {}
 
   const PageId id;
-  std::string name;  // renamed once the model's own name for it is known
+  Residency residency = Residency::Absent;
+  Early early = Early::No;
+  /// Home and resident copy are one: the page lives on the device and never leaves.
+  bool fixed = false;
+  bool bound = false;
+  bool dirty = false;          // written by user code since it came, or since the last write-back
+  bool prefetched = false;     // came by prefetch and was not used yet
+  bool spare = false;          // counted among the bytes that may be evicted
+  bool gradient_gone = false;  // the last gradient before the step has been handed over
+  bool used_late = false;      // touched after that, in some step
+  /// Home has never been written: a page that was born and not yet initialised.
+  bool blank = true;
+  bool dead = false;          // its storage is gone
+  bool attached = false;      // gradients and state refer to it: it stays until they go
+  std::uint32_t pins = 0;     // operators in flight, and holds
+  std::uint32_t holds = 0;    // of these, the user's
+  std::uint32_t readers = 0;  // of home, outside the pager
+  std::uint32_t place = 0;    // in the pager's list of resident pages
+  /// Updates that home has seen, and that it must have seen before anybody may look.
+  std::uint64_t version = 0;
+  std::uint64_t wanted = 0;
+  std::uint64_t last_touch = 0;  // position in the sequence of touches
   const std::uint64_t elements;
   const Bytes element_size;
   Binding* binding = nullptr;
+  std::exception_ptr fetch_error;
+  device::Mark ready;
 
+  device::Block block;
+  std::string name;  // renamed once the model's own name for it is known
   /// The bytes when the page is not on the device: all of it, or this rank's slice.
   Home home;
   Range home_range;
   /// The whole page as this rank's user code has written it, while `home` still has what the last
   /// update left, for other ranks and for masters to compare with; until Pager::publish().
   Home own_copy;
-  /// Home and resident copy are one: the page lives on the device and never leaves.
-  bool fixed = false;
   /// What a fixed page held when user code began to write to it, until masters have followed.
   Home before;
-  /// Updates that home has seen, and that it must have seen before anybody may look.
-  std::uint64_t version = 0;
-  std::uint64_t wanted = 0;
-  Early early = Early::No;
-  bool gradient_gone = false;  // the last gradient before the step has been handed over
-  bool used_late = false;      // touched after that, in some step
-  /// Home has never been written: a page that was born and not yet initialised.
-  bool blank = true;
-
-  Residency residency = Residency::Absent;
-  device::Block block;
   std::uint64_t resident_version = 0;
-  device::Mark ready;
   device::Mark written;  // behind the last operator on a stream that wrote it
-  bool bound = false;
-  bool dirty = false;         // written by user code since it came, or since the last write-back
-  std::uint32_t pins = 0;     // operators in flight, and holds
-  std::uint32_t holds = 0;    // of these, the user's
-  std::uint32_t readers = 0;  // of home, outside the pager
-  bool prefetched = false;    // came by prefetch and was not used yet
-  std::exception_ptr fetch_error;
-  std::uint64_t last_touch = 0;  // position in the sequence of touches
-  std::uint32_t place = 0;       // in the pager's list of resident pages
-  bool spare = false;            // counted among the bytes that may be evicted
-  bool dead = false;             // its storage is gone
-  bool attached = false;         // gradients and state refer to it: it stays until they go
 
   Bytes bytes() const noexcept { return elements * element_size; }
   /// Its bytes on the device, when it is there.

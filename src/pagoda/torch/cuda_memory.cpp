@@ -3,11 +3,13 @@
 
 #include <algorithm>
 
+#include <ATen/Context.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 
 namespace pagoda::torch {
 
 std::shared_ptr<void> limit_cuda_memory(c10::Device device, Bytes limit, Bytes total) {
+  at::globalContext().lazyInitDevice(c10::kCUDA);  // which makes the allocator
   // By the allocator's virtual functions: nothing of torch's CUDA libraries is linked.
   auto* allocator =
       static_cast<c10::cuda::CUDACachingAllocator::CUDAAllocator*>(c10::GetAllocator(c10::kCUDA));

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include <ATen/ops/from_blob.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
@@ -20,6 +21,7 @@
 #include "pagoda/base/clock.h"
 #include "pagoda/base/log.h"
 #include "pagoda/comm/solo_world.h"
+#include "pagoda/torch/backend_group.h"
 #include "pagoda/torch/store_board.h"
 
 namespace pagoda::torch {
@@ -215,6 +217,10 @@ class GlooWorld final : public comm::World {
   int board_rank() const noexcept override { return holder_; }
 
   std::unique_ptr<comm::Group> make_group(std::string name) override {
+    if (name == "gradients" && for_gradients_.defined()) {
+      return make_backend_group(std::move(for_gradients_), name,
+                                c10::Device(c10::kCUDA, current_gpu()));
+    }
     const std::string prefix = fmt::format("group/{}/{}", groups_made_++, name);
     try {
       return std::make_unique<GlooGroup>(c10::make_intrusive<::c10d::PrefixStore>(prefix, store_),
@@ -227,11 +233,19 @@ class GlooWorld final : public comm::World {
     }
   }
 
+  /// The next group of that name goes over this backend.
+  void use_for_gradients(c10::intrusive_ptr<::c10d::Backend> backend) {
+    for_gradients_ = std::move(backend);
+  }
+
   void put(std::string_view key, std::string_view value) override { board_.put(key, value); }
 
   std::optional<std::string> get(std::string_view key) override { return board_.get(key); }
 
  private:
+  static c10::DeviceIndex current_gpu() {
+    return c10::impl::VirtualGuardImpl(c10::kCUDA).getDevice().index();
+  }
   static std::string left_key(int rank) { return fmt::format("left/{}", rank); }
 
   void linger() {
@@ -250,6 +264,7 @@ class GlooWorld final : public comm::World {
   const int holder_;
   const GlooOptions options_;
   std::size_t groups_made_ = 0;
+  c10::intrusive_ptr<::c10d::Backend> for_gradients_;
 };
 
 std::string required_text(const char* name) {
@@ -318,16 +333,22 @@ std::shared_ptr<comm::World> world_from_store(c10::intrusive_ptr<::c10d::Store> 
 }
 
 std::shared_ptr<comm::World> world_from_group(const ::c10d::ProcessGroup& group,
+                                              ::c10d::ProcessGroup* gradients,
                                               const GlooOptions& options) {
+  PAGODA_REQUIRE(gradients == nullptr || (gradients->getSize() == group.getSize() &&
+                                          gradients->getRank() == group.getRank()),
+                 "the process group for gradients has other ranks than the engine's");
   if (group.getSize() == 1) return comm::make_solo_world();
   // Worlds of one group are numbered on its store: every rank makes them in the same order.
   auto store = group.getStore();
   PAGODA_REQUIRE(store.defined(), "the process group has no store through which its ranks meet");
   const std::int64_t number =
       store->add(fmt::format("pagoda/worlds of rank {}", group.getRank()), 1);
-  return world_from_store(
+  auto world = std::make_shared<GlooWorld>(
       c10::make_intrusive<::c10d::PrefixStore>(fmt::format("pagoda/world {}", number), store),
-      group.getRank(), group.getSize(), options);
+      group.getRank(), group.getSize(), -1, options);
+  if (gradients != nullptr) world->use_for_gradients(gradients->getBackend(c10::kCUDA));
+  return world;
 }
 
 }  // namespace pagoda::torch

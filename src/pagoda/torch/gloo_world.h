@@ -44,7 +44,12 @@ std::shared_ptr<comm::World> world_from_store(c10::intrusive_ptr<::c10d::Store> 
 /// The ranks of a process group that the user has made (torch.distributed's default one, or one of
 /// new_group()'s). It tells who they are and where they meet; what is sent goes over groups of our
 /// own, so that the user's collectives never mix with ours.
+///
+/// `gradients`: another group of the same ranks, made for us alone (new_group(backend="nccl")),
+/// over whose CUDA backend the first engine of this world exchanges gradients; null: over Gloo, as
+/// all else.
 std::shared_ptr<comm::World> world_from_group(const ::c10d::ProcessGroup& group,
+                                              ::c10d::ProcessGroup* gradients = nullptr,
                                               const GlooOptions& options = {});
 
 }  // namespace pagoda::torch

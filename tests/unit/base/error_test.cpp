@@ -57,6 +57,9 @@ TEST(Check, ComparisonPrintsBothValuesAndTheReason) {
                     HasSubstr("error_test.cpp:")));
   EXPECT_THAT(message_of<UserError>([&] { PAGODA_REQUIRE_LT(5, have); }),
               HasSubstr("5 < have (5 vs 3)"));
+  // With words, a user sees those, not the code.
+  EXPECT_THAT(message_of<UserError>([&] { PAGODA_REQUIRE_LT(5, have, "no group {}", 5); }),
+              StartsWith("no group 5 (5 vs 3)"));
 }
 
 TEST(Check, EveryComparisonFailsWhenItShould) {

@@ -156,6 +156,9 @@ TEST(ParallelFor, RethrowsTheLowestPieceAndSkipsTheRest) {
           both.arrive_and_wait();  // pieces 0 and 1 run at once, then both throw
           throw std::runtime_error("piece " + std::to_string(i));
         }
+        // A third thread leaves them time to throw: it could run all the rest before.
+        both.wait();
+        std::this_thread::sleep_for(std::chrono::microseconds(20));
       });
       FAIL() << "the exception was lost";
     } catch (const std::runtime_error& e) {

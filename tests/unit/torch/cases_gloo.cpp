@@ -25,7 +25,7 @@ Worlds make_worlds_of_groups(int ranks) {
     worlds.clear();
     for (int r = 0; r < ranks; ++r) {
       const ::c10d::ProcessGroup group(store, r, ranks);
-      worlds.push_back(torch::world_from_group(group, {.address = "127.0.0.1"}));
+      worlds.push_back(torch::world_from_group(group, nullptr, {.address = "127.0.0.1"}));
     }
   }
   return worlds;
