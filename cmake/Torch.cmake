@@ -1,10 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 # Torch, from the virtual environment that scripts/bootstrap.sh made (or any other: set
-# PAGODA_TORCH_DIR to the folder of an installed `torch` package).
+# PAGODA_TORCH_DIR to the folder of an installed `torch` package). A wheel is built against the torch
+# of the Python that builds it.
 #
 #   torch_headers   include paths, ABI and link line of torch's own libraries
 #   cuda_headers    the CUDA runtime's headers, when torch's dependencies brought them
 set(PAGODA_TORCH_DIR "" CACHE PATH "Folder of the installed torch package")
+if(SKBUILD AND NOT PAGODA_TORCH_DIR)
+  find_package(Python COMPONENTS Interpreter REQUIRED)
+  # Not by importing it: an isolated build does not see what is installed.
+  execute_process(COMMAND ${Python_EXECUTABLE} -c "import sysconfig; print(sysconfig.get_path('platlib'))"
+    OUTPUT_VARIABLE platlib OUTPUT_STRIP_TRAILING_WHITESPACE)
+  if(EXISTS ${platlib}/torch)
+    set_property(CACHE PAGODA_TORCH_DIR PROPERTY VALUE ${platlib}/torch)
+  endif()
+endif()
 if(NOT PAGODA_TORCH_DIR)
   file(GLOB candidates ${CMAKE_SOURCE_DIR}/.venv/lib/python3*/site-packages/torch)
   if(candidates)

@@ -10,6 +10,8 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from pagoda.library import Handle
+
 Adopt = Callable[[torch.Tensor, str], None]
 
 
@@ -30,7 +32,7 @@ _scopes: list[Adopt] = []
 
 
 @contextmanager
-def birth_scope(adopt: Adopt, device: torch.device) -> Iterator[None]:
+def birth_scope(handle: Handle, adopt: Adopt, device: torch.device) -> Iterator[None]:
     """While it lasts, every parameter that any module registers is handed to `adopt`."""
 
     def registered(module: torch.nn.Module, name: str,
@@ -47,6 +49,8 @@ def birth_scope(adopt: Adopt, device: torch.device) -> Iterator[None]:
             stack.enter_context(device)
             # Recurrent layers would pack weights that are not there into one buffer.
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+        handle.begin_build()
+        stack.callback(handle.end_build)
         hook = register_module_parameter_registration_hook(registered)
         _scopes.append(adopt)
         try:

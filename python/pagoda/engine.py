@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import distributed
 
+from pagoda.activations import kept_off_the_device
 from pagoda.birth import birth_scope
 from pagoda.clipping import Attachment
 from pagoda.errors import UserError, translated
@@ -164,7 +165,7 @@ class Engine:
             with translated():
                 handle.adopt(parameter, name)
 
-        return birth_scope(adopt, self._device)
+        return birth_scope(handle, adopt, self._device)
 
     def attach(self, model: torch.nn.Module, *, optimizer: str = "adamw",
                groups: Iterable[dict[str, Any]] | None = None, clip: float | None = None,
@@ -333,6 +334,30 @@ class Engine:
         """Drops the gradients accumulated since the last step."""
         with translated():
             self._handle.zero_grad()
+
+    # Activations.
+
+    def activations(self, place: str = "host", *, least: int | str = "16KiB",
+                    in_flight: int | str = "64MiB") -> AbstractContextManager[Any]:
+        """Around a forward: what autograd saves for backward goes to "host" or "nvme" in the
+        background, within the engine's budgets, and is back before backward needs it, bit for bit.
+        Storages below `least` stay; `in_flight` bounds the bytes that wait to leave, and those that
+        are back early. What fits into no budget stays where it is; pages are never copied.
+
+        >>> import torch, pagoda
+        >>> engine = pagoda.Engine(device="cpu", device_budget="1MiB")
+        >>> x = torch.ones(64, 64, requires_grad=True)
+        >>> with engine.activations("host"):
+        ...     y = (x * 2).exp().sum()
+        >>> engine.stats()["tiers"]["host"]["holders"]["activations"]["used"]
+        16384
+        >>> y.backward()
+        >>> bool((x.grad == 2 * (x.detach() * 2).exp()).all())
+        True
+        """
+        with translated():
+            handle = self._handle.activations(place, str(least), str(in_flight))
+        return kept_off_the_device(handle, () if self._model is None else self._model.buffers())
 
     # Raw pointers.
 

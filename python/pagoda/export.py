@@ -172,7 +172,8 @@ def _write_adapters(model: torch.nn.Module, directory: Path) -> None:
     with torch.no_grad():
         state = {name: tensor.clone() if name in trained else tensor
                  for name, tensor in model.state_dict().items()}
-    model.save_pretrained(directory, state_dict=state)  # type: ignore[operator]
+    # Of the class: the model itself may have ours (Engine.serve_framework).
+    type(model).save_pretrained(model, directory, state_dict=state)  # type: ignore[attr-defined]
 
 
 def save(model: torch.nn.Module, directory: Path, largest: int) -> None:

@@ -41,6 +41,8 @@ class Stats(dict[str, Any]):
 
     def __init__(self, flat: dict[str, int], table: str) -> None:
         super().__init__(_tree(flat))
+        for tier in self["tiers"].values():
+            tier.setdefault("holders", {})
         self._table = table
 
     def __str__(self) -> str:

@@ -13,6 +13,8 @@
 #include <torch/custom_class.h>
 
 #include "pagoda/base/error.h"
+#include "pagoda/torch/activation_store.h"
+#include "pagoda/torch/apart.h"
 #include "pagoda/torch/engine.h"
 #include "pagoda/torch/gloo_world.h"
 
@@ -193,6 +195,41 @@ struct BoundPin final : ::torch::CustomClassHolder {
   std::vector<std::shared_ptr<void>> held;
 };
 
+/// A saved tensor; in autograd's graph instead of it. Keeps what it needs alive.
+struct BoundSaved final : ::torch::CustomClassHolder {
+  BoundSaved() = default;
+  BoundSaved(std::shared_ptr<Engine> engine, std::shared_ptr<ActivationStore> store,
+             ActivationStore::Saved saved)
+      : engine(std::move(engine)), store(std::move(store)), saved(std::move(saved)) {}
+
+  at::Tensor restore() {
+    return telling([&] { return store->unpack(saved); });
+  }
+
+  // In this order: each goes before what it lies in.
+  std::shared_ptr<Engine> engine;
+  std::shared_ptr<ActivationStore> store;
+  ActivationStore::Saved saved;
+};
+
+struct BoundActivations final : ::torch::CustomClassHolder {
+  BoundActivations() = default;
+  BoundActivations(std::shared_ptr<Engine> engine, std::shared_ptr<ActivationStore> store)
+      : engine(std::move(engine)), store(std::move(store)) {}
+
+  /// None: the tensor stays what it is.
+  std::optional<c10::intrusive_ptr<BoundSaved>> keep(const at::Tensor& tensor) {
+    return telling([&]() -> std::optional<c10::intrusive_ptr<BoundSaved>> {
+      auto saved = store->pack(tensor);
+      if (!saved) return std::nullopt;
+      return c10::make_intrusive<BoundSaved>(engine, store, std::move(*saved));
+    });
+  }
+
+  std::shared_ptr<Engine> engine;
+  std::shared_ptr<ActivationStore> store;
+};
+
 /// One thread calls it, as pagoda::Engine says. Python lets go of its lock meanwhile, so close() is
 /// how an engine ends: a destructor would wait for threads that may need it.
 class BoundEngine final : public ::torch::CustomClassHolder {
@@ -212,6 +249,9 @@ class BoundEngine final : public ::torch::CustomClassHolder {
   }
 
   void close() { engine_.reset(); }
+
+  void begin_build() { apart_.emplace_back(std::make_unique<LargeBlocksApart>()); }
+  void end_build() { apart_.pop_back(); }
 
   void adopt(const at::Tensor& tensor, const std::string& name) {
     telling([&] { engine().adopt(tensor, name); });
@@ -296,6 +336,18 @@ class BoundEngine final : public ::torch::CustomClassHolder {
     });
   }
 
+  c10::intrusive_ptr<BoundActivations> activations(const std::string& place,
+                                                   const std::string& least,
+                                                   const std::string& in_flight) {
+    return telling([&] {
+      PAGODA_REQUIRE(place == "host" || place == "nvme",
+                     "activations('{}'): it takes 'host' or 'nvme'", place);
+      return c10::make_intrusive<BoundActivations>(
+          engine_, engine().activations(place == "host" ? Placement::Host : Placement::Nvme,
+                                        parse_bytes(least), parse_bytes(in_flight)));
+    });
+  }
+
   Counts stats() {
     return telling([&] { return counts_of(engine().stats()); });
   }
@@ -322,6 +374,7 @@ class BoundEngine final : public ::torch::CustomClassHolder {
   }
 
   std::shared_ptr<Engine> engine_;
+  std::vector<std::unique_ptr<LargeBlocksApart>> apart_;  // one for each build() under way
 };
 
 }  // namespace
@@ -329,16 +382,24 @@ class BoundEngine final : public ::torch::CustomClassHolder {
 
 // Outside our namespaces: the macros say torch:: and mean the library.
 TORCH_LIBRARY_FRAGMENT(pagoda, library) {
+  using pagoda::torch::BoundActivations;
   using pagoda::torch::BoundEngine;
   using pagoda::torch::BoundPin;
+  using pagoda::torch::BoundSaved;
   library.def("config_keys() -> str[]", pagoda::torch::config_keys);
   library.def("optimizer_constants(str kind) -> Dict(str, float)", [](const std::string& kind) {
     return pagoda::torch::telling([&] { return pagoda::torch::constants_of(kind); });
   });
   library.class_<BoundPin>("Pin").def(torch::init<>()).def("release", &BoundPin::release);
+  library.class_<BoundSaved>("Saved").def(torch::init<>()).def("restore", &BoundSaved::restore);
+  library.class_<BoundActivations>("Activations")
+      .def(torch::init<>())
+      .def("keep", &BoundActivations::keep);
   library.class_<BoundEngine>("Engine")
       .def(torch::init<std::string, std::optional<BoundEngine::Group>, bool>())
       .def("close", &BoundEngine::close)
+      .def("begin_build", &BoundEngine::begin_build)
+      .def("end_build", &BoundEngine::end_build)
       .def("adopt", &BoundEngine::adopt)
       .def("attach", &BoundEngine::attach)
       .def("release", &BoundEngine::release)
@@ -354,6 +415,7 @@ TORCH_LIBRARY_FRAGMENT(pagoda, library) {
       .def("grad", &BoundEngine::grad)
       .def("grad_norm", &BoundEngine::grad_norm)
       .def("pin", &BoundEngine::pin)
+      .def("activations", &BoundEngine::activations)
       .def("stats", &BoundEngine::stats)
       .def("stats_table", &BoundEngine::stats_table)
       .def("config", &BoundEngine::config)

@@ -8,6 +8,9 @@
 #include <torch/nn/module.h>
 
 #include "pagoda/base/error.h"
+#include "pagoda/engine/backend.h"
+#include "pagoda/torch/activation_store.h"
+#include "pagoda/torch/apart.h"
 #include "pagoda/torch/birth_scope.h"
 #include "pagoda/torch/engine_impl.h"
 
@@ -31,6 +34,7 @@ struct Engine::Building::Scope {
   }
   ~Scope() { at::globalContext().setUserEnabledCuDNN(cudnn); }
 
+  const torch::LargeBlocksApart apart;
   torch::BirthScope birth;
   const bool cudnn;
 };
@@ -118,6 +122,18 @@ void Engine::zero_grad() {
 
 std::shared_ptr<void> Engine::pin(const at::Tensor& parameter) {
   return impl_->pin(parameter);
+}
+
+std::shared_ptr<torch::ActivationStore> Engine::activations(Placement placement, Bytes least,
+                                                            Bytes in_flight) {
+  PAGODA_REQUIRE(placement != Placement::Nvme || !config().nvme.empty(),
+                 "activations on nvme need directories: set nvme to at least one");
+  torch::ActivationStore::Options options;
+  options.placement = engine::pager_placement(placement);
+  options.least = least;
+  options.in_flight = in_flight;
+  return std::make_shared<torch::ActivationStore>(
+      impl_->runtime().tiers(), [this] { return impl_->consumer(); }, options);
 }
 
 void Engine::release(::torch::nn::Module& model) {

@@ -20,6 +20,10 @@ namespace torch::nn {
 class Module;
 }
 
+namespace pagoda::torch {
+class ActivationStore;
+}
+
 namespace pagoda {
 
 /// A tensor and what it is called in messages.
@@ -109,6 +113,10 @@ class Engine {
 
   /// While the returned handle lives, the page is on the device and its pointer may be used.
   [[nodiscard]] std::shared_ptr<void> pin(const at::Tensor& parameter);
+
+  /// What autograd saves may be kept in the engine's tiers; the store must end before the engine.
+  std::shared_ptr<torch::ActivationStore> activations(Placement placement, Bytes least,
+                                                      Bytes in_flight);
 
   /// Parameters become plain tensors again, up to date. UserError if they do not fit into memory.
   void release(::torch::nn::Module& model);
