@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this machine can do at best: its link, its memory, its disk, and what a row needs of them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import tempfile
+import time
+from typing import Any
+
+import torch
+
+
+def _link(to_device: bool) -> float:
+    host = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True)
+    device = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
+    best = 0.0
+    for _ in range(5):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        if to_device:
+            device.copy_(host, non_blocking=True)
+        else:
+            host.copy_(device, non_blocking=True)
+        torch.cuda.synchronize()
+        best = max(best, host.numel() / (time.perf_counter() - began))
+    return best
+
+
+def _bench(program: str, *arguments: str) -> dict[str, Any]:
+    result = subprocess.run([program, "bench", *arguments, "--json"], check=True, text=True,
+                            capture_output=True)
+    return {row["name"]: row for row in json.loads(result.stdout)["rows"]}
+
+
+def measure(program: str) -> dict[str, float]:
+    """Bytes a second each way over the link, of the host's memory, and of the disk."""
+    out = {"to_device": _link(True), "to_host": _link(False)}
+    # The memory's limit for the bytes that an update moves, on all threads.
+    adam = _bench(program, "adam", "--only", "adamw bf16 grad")
+    for key, name in (("update", "adamw bf16 grad → bf16, "),
+                      ("update_bf16", "adamw bf16 grad, split master, bf16 moments, ")):
+        out[key] = max(row["limit"] for row_name, row in adam.items()
+                       if row_name.startswith(name) and "thread" in row_name[len(name):len(name) + 9]
+                       ) * 1e9
+    with tempfile.TemporaryDirectory() as directory:
+        io = _bench(program, "io", "--dir", directory)
+    out["disk"] = max(row["value"] for name, row in io.items() if name.startswith("mixed")) * 1e9
+    return out
+
+
+def of_row(row: dict[str, Any], resident: dict[str, Any] | None, machine: dict[str, float],
+           short_moments: bool) -> tuple[float, str]:
+    """The least seconds that a step of this row can take, and what sets them."""
+    moved = row.get("moved")
+    if moved is None or resident is None:
+        return row["seconds"], "itself"
+    needs = {
+        "compute": resident["seconds"],
+        "link to device": moved["host_to_device"] / machine["to_device"],
+        "link to host": moved["device_to_host"] / machine["to_host"],
+        "update": row["parameters"] / machine["update_bf16" if short_moments else "update"],
+        "disk": (moved["nvme_to_host"] + moved["host_to_nvme"]) / machine["disk"],
+    }
+    name = max(needs, key=lambda key: needs[key])
+    return needs[name], name
