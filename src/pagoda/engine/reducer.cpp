@@ -320,8 +320,14 @@ void Reducer::run_alone(Lock& lock) {
   check_not_begun(page);
   updater_.await_part(*page.page);
   const std::byte* direct = in_host_memory(arrival);
+  std::byte* as_is = nullptr;
   if (direct != nullptr) {
     gradients_.add(page, 0, page.elements(), {&direct, 1}, arrival.contribution.present);
+    gradients_.added(page, arrival.contribution.present);
+  } else if ((as_is = gradients_.take_as_is(page, arrival.contribution.present)) != nullptr) {
+    read_contribution(arrival, {0, page.elements()}, as_is);
+    stream_->synchronize();
+    gradients_.taken(page, arrival.contribution.present);
   } else {
     const Bytes size = page.page->element_size;
     const std::uint64_t most =
@@ -334,8 +340,8 @@ void Reducer::run_alone(Lock& lock) {
       gradients_.add(page, done, count, {&staged, 1}, arrival.contribution.present);
       done += count;
     }
+    gradients_.added(page, arrival.contribution.present);
   }
-  gradients_.added(page, arrival.contribution.present);
   if (ask(page, &round)) early_.answer(page, true);
   lock.lock();
   release(arrival, lock);

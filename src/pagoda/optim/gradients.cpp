@@ -127,6 +127,26 @@ void Gradients::add_piece(TrainedPage& page, std::uint64_t begin, std::uint64_t 
       std::span(page.squares).subspan(block, kernels::norm_blocks(count)), pool_);
 }
 
+std::byte* Gradients::take_as_is(TrainedPage& page, const std::vector<bool>& present) noexcept {
+  const bool whole = page.parameters.size() == 1 && page.segments.size() == 1 &&
+                     page.segments[0].range.size() == page.elements() &&
+                     page.gradient_range.size() == page.elements();
+  const bool same = page.gradient_dtype == page.dtype && options_.scale == 1;
+  if (!whole || !same || !present[0] || page.filled() || !tiers_.in_place(page.gradient)) {
+    return nullptr;
+  }
+  return page.gradient.data();
+}
+
+void Gradients::taken(TrainedPage& page, const std::vector<bool>& present) {
+  if (options_.squares) {
+    page.squares.resize(kernels::norm_blocks(page.elements()));
+    kernels::block_sums_of_squares({page.gradient_dtype, page.gradient.data()}, page.elements(), 1,
+                                   page.squares, pool_);
+  }
+  added(page, present);
+}
+
 void Gradients::added(TrainedPage& page, const std::vector<bool>& present) {
   for (std::size_t i = 0; i < page.parameters.size(); ++i) {
     if (present[i]) page.parameters[i].filled = true;

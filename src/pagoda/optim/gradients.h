@@ -34,6 +34,10 @@ class Gradients {
   /// any rank has a gradient. `begin` is a multiple of 4096 from page.reduced.begin on.
   void add(TrainedPage& page, std::uint64_t begin, std::uint64_t count,
            std::span<const std::byte* const> ranks, const std::vector<bool>& present);
+  /// Where one rank's gradient may be put as it is, for it is the sum: the first of its step, in
+  /// the accumulator's own type. Null: it must be added. taken() follows.
+  std::byte* take_as_is(TrainedPage& page, const std::vector<bool>& present) noexcept;
+  void taken(TrainedPage& page, const std::vector<bool>& present);
   /// All of a micro-batch's elements have been added.
   void added(TrainedPage& page, const std::vector<bool>& present);
   /// The step is over: accumulators start anew.

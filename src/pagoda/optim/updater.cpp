@@ -21,6 +21,8 @@ using kernels::Dtype;
 using kernels::Elements;
 using pager::Tier;
 
+constexpr std::uint64_t kChunkInMemory = std::uint64_t{16} << 20U;  // elements
+
 /// Different parameters round with different noise.
 std::uint64_t rounding_seed(std::uint64_t seed, std::uint32_t parameter) {
   return kernels::mix64(kernels::mix64(seed) ^ parameter);
@@ -123,6 +125,14 @@ void Updater::add(TrainedPage& page, const Optimizer& optimizer) {
   auto record = std::make_unique<Record>();
   record->page = &page;
   record->layout = layout(page, optimizer);
+  // Where nothing passes through buffers their size need not count: every thread gets work that is
+  // worth waking it. (Larger chunks have less padding: the state's home is large enough.)
+  const pager::Tiers& tiers = pager_.tiers();
+  if (tiers.in_place(page.state) && tiers.in_place(page.gradient) &&
+      tiers.in_place(page.page->home)) {
+    record->layout.chunk = std::max(record->layout.chunk, kChunkInMemory);
+    PAGODA_CHECK_LE(record->layout.bytes(page.updated.size()), page.state.size());
+  }
   const std::lock_guard lock(mutex_);
   record->done = record->target = page.page->version;
   records_[page.page] = std::move(record);
@@ -497,7 +507,8 @@ void Updater::overwritten(pager::Page& page, std::uint64_t begin, std::uint64_t 
   // Masters follow only where the 16-bit value changed: a write-back of the same bits loses
   // nothing.
   pager::Tiers& tiers = pager_.tiers();
-  std::vector<std::byte> chunk;
+  const bool in_place = tiers.in_place(trained.state);
+  std::vector<std::byte> buffer;
   for (std::uint64_t done = 0; done < count;) {
     const std::uint64_t at = begin + done - trained.updated.begin;
     const std::uint64_t index = at / layout.chunk;
@@ -506,23 +517,26 @@ void Updater::overwritten(pager::Page& page, std::uint64_t begin, std::uint64_t 
     const std::uint64_t piece = std::min(count - done, in_chunk - skip);
     if (std::memcmp(was + done, is + done, piece * 2) != 0) {
       const StateLayout::Offsets offsets = layout.offsets(in_chunk);
-      chunk.resize(offsets.end);
-      tiers.read(trained.state, layout.begin(index), chunk);
+      if (!in_place) {
+        buffer.resize(offsets.end);
+        tiers.read(trained.state, layout.begin(index), buffer);
+      }
+      std::byte* chunk = in_place ? trained.state.data() + layout.begin(index) : buffer.data();
       for (std::uint64_t i = 0; i < piece; ++i) {
         if (was[done + i] == is[done + i]) continue;
         const std::uint16_t bits = is[done + i];
         if (layout.master == StateLayout::Master::Whole) {
           kernels::cast(ConstElements{trained.dtype, &bits},
-                        reinterpret_cast<float*>(chunk.data()) + skip + i, 1);
+                        reinterpret_cast<float*>(chunk) + skip + i, 1);
         } else {
-          reinterpret_cast<std::int16_t*>(chunk.data())[skip + i] = 0;
+          reinterpret_cast<std::int16_t*>(chunk)[skip + i] = 0;
           // The tie's bit is the sign of the second moment: a rest of zero is no tie.
-          std::byte* sign = chunk.data() + offsets.variance +
-                            (skip + i + 1) * kernels::element_size(layout.moments) - 1;
+          std::byte* sign =
+              chunk + offsets.variance + (skip + i + 1) * kernels::element_size(layout.moments) - 1;
           *sign &= std::byte{0x7F};
         }
       }
-      tiers.write(trained.state, layout.begin(index), chunk);
+      if (!in_place) tiers.write(trained.state, layout.begin(index), buffer);
     }
     done += piece;
   }
