@@ -16,6 +16,8 @@ optimizer state are pages that come when an operator needs them and go when it d
 3
 """
 
+from types import ModuleType
+
 from pagoda.deepspeed import initialize
 from pagoda.engine import Engine, StepReport
 from pagoda.errors import EngineError, Error, UserError
@@ -39,3 +41,12 @@ __all__ = [
     "config_keys",
     "initialize",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    """pagoda.trainer is there when it is used: it imports transformers."""
+    if name == "trainer":
+        import importlib
+
+        return importlib.import_module("pagoda.trainer")
+    raise AttributeError(f"module 'pagoda' has no attribute '{name}'")

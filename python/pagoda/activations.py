@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,17 +13,12 @@ from pagoda.errors import translated
 from pagoda.library import ActivationsHandle, SavedHandle
 
 
-def kept_off_the_device(handle: ActivationsHandle,
-                        staying: Iterable[torch.Tensor]) -> AbstractContextManager[Any]:
-    """While it lasts, saved tensors go where `handle` says; those of `staying` storages do not:
-    the model has them anyway."""
-    ours = {tensor.untyped_storage()._cdata for tensor in staying}
+def kept_off_the_device(handle: ActivationsHandle) -> AbstractContextManager[Any]:
+    """While it lasts, saved tensors go where `handle` says."""
 
     def pack(tensor: torch.Tensor) -> torch.Tensor | SavedHandle:
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
             return tensor  # a subclass has bytes that are not seen here
-        if tensor.layout != torch.strided or tensor.untyped_storage()._cdata in ours:
-            return tensor
         with translated():
             saved = handle.keep(tensor)
         return tensor if saved is None else saved

@@ -355,9 +355,10 @@ class Engine:
         >>> bool((x.grad == 2 * (x.detach() * 2).exp()).all())
         True
         """
+        buffers = [] if self._model is None else list(self._model.buffers())  # there anyway
         with translated():
-            handle = self._handle.activations(place, str(least), str(in_flight))
-        return kept_off_the_device(handle, () if self._model is None else self._model.buffers())
+            handle = self._handle.activations(place, str(least), str(in_flight), buffers)
+        return kept_off_the_device(handle)
 
     # Raw pointers.
 

@@ -33,11 +33,11 @@ class PlainAdamW:
             if p.grad is None:
                 continue
             if p not in self.state:
-                flat = p.detach().reshape(-1).float().clone()
+                flat = p.detach().reshape(-1).float().cpu().clone()
                 self.state[p] = [flat, torch.zeros_like(flat), torch.zeros_like(flat), 0]
             master, m, v, step = self.state[p]
             self.state[p][3] = step + 1
-            torch.ops.pagoda.adam_step_(master, p.grad.reshape(-1), m, v, step=step + 1, lr=LR,
+            torch.ops.pagoda.adam_step_(master, p.grad.reshape(-1).cpu(), m, v, step=step + 1, lr=LR,
                                         weight_decay=DECAY)
             with torch.no_grad():
                 p.copy_(master.view(p.shape))

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,8 @@ def test_parity(name: str, place: str, tmp_path: Path) -> None:
     holder = engine.stats()["tiers"][place]["holders"]["activations"]
     assert holder["peak"] > 0
     del loss
-    engine.finish()
-    assert engine.stats()["tiers"][place]["holders"]["activations"]["used"] == 0
+    while engine.stats()["tiers"][place]["holders"]["activations"]["used"] != 0:
+        time.sleep(0.001)  # copies that nobody waits for any more end on their own
 
 
 def engine(**more: Any) -> pagoda.Engine:

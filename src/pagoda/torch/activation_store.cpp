@@ -53,14 +53,10 @@ c10::Storage empty_storage(Bytes bytes, c10::Device device) {
 
 }  // namespace
 
-ActivationStore::ActivationStore(pager::Tiers& tiers, Consumer consumer, Options options)
-    : tiers_(tiers), consumer_(std::move(consumer)), options_(options) {
+ActivationStore::ActivationStore(pager::Tiers& tiers, ThreadPool& pool, Consumer consumer,
+                                 Options options)
+    : tiers_(tiers), pool_(pool), consumer_(std::move(consumer)), options_(std::move(options)) {
   if (!tiers_.device_is_host()) copies_ = tiers_.device()->make_stream({"activations", 0});
-  pool_ = std::make_unique<ThreadPool>(1, "activations");
-}
-
-ActivationStore::~ActivationStore() {
-  pool_->stop(ThreadPool::Stop::Cancel);
 }
 
 std::optional<ActivationStore::Saved> ActivationStore::pack(const at::Tensor& tensor) {
@@ -73,6 +69,7 @@ std::optional<ActivationStore::Saved> ActivationStore::pack(const at::Tensor& te
   const bool on_device =
       tensor.device().is_cpu() ? copies_ == nullptr : copies_ != nullptr;  // else it is not ours
   if (!on_device || bytes < options_.least ||
+      options_.staying.contains(storage.unsafeGetStorageImpl()) ||
       StorageTable::instance().find(storage.unsafeGetStorageImpl()) != nullptr) {
     return std::nullopt;
   }
@@ -114,7 +111,7 @@ std::optional<ActivationStore::Saved> ActivationStore::pack(const at::Tensor& te
   by_number_[kept->number] = kept;
   by_storage_[kept->key] = kept;
   leaving_ += bytes;
-  (void)pool_->submit([this, kept] { write(kept); });
+  (void)pool_.submit([self = shared_from_this(), kept] { self->write(kept); });
   // Forward is no faster than what it saves can leave.
   written_.wait(lock, [&] { return leaving_ <= std::max(options_.in_flight, bytes); });
   saved.kept = kept;
@@ -169,7 +166,9 @@ void ActivationStore::start_reading(const std::shared_ptr<Kept>& kept, const Loc
   const at::DisableRecordFunctionGuard unseen;
   kept->back = empty_storage(kept->bytes, kept->device);
   if (const auto stream = consumer_()) kept->ready = stream->mark();  // its memory is free then
-  kept->reading = pool_->submit([this, kept] { read(*kept); }, Priority::Urgent).share();
+  kept->reading =
+      pool_.submit([self = shared_from_this(), kept] { self->read(*kept); }, Priority::Urgent)
+          .share();
 }
 
 void ActivationStore::read(Kept& kept) {

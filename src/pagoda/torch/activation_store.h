@@ -10,6 +10,7 @@
 #include <mutex>
 #include <optional>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -25,7 +26,8 @@ namespace pagoda::torch {
 /// pack() starts a copy on a thread of its own and lets the device's bytes go when it is over;
 /// unpack() brings them back, exactly, and what was saved just before it with them, for that is
 /// what backward asks for next. A storage is kept once, however many tensors of it are saved. What
-/// fits into no budget stays where it is. Any thread may call it; it outlives what it keeps.
+/// fits into no budget stays where it is. Any thread may call it, and drop it: it waits for nobody,
+/// for whoever drops a graph in Python holds the lock that the copying thread may need.
 class ActivationStore : public std::enable_shared_from_this<ActivationStore> {
  public:
   struct Options {
@@ -34,6 +36,8 @@ class ActivationStore : public std::enable_shared_from_this<ActivationStore> {
     Bytes least = 16_KiB;
     /// Of the device's bytes, how many may wait to be copied off it, or be back ahead of their use.
     Bytes in_flight = 64_MiB;
+    /// Storages that somebody else keeps anyway: a model's buffers.
+    std::unordered_set<const c10::StorageImpl*> staying;
   };
   /// The stream on which this thread's operators run; null where the device is the host.
   using Consumer = std::function<std::shared_ptr<device::Stream>()>;
@@ -47,10 +51,11 @@ class ActivationStore : public std::enable_shared_from_this<ActivationStore> {
     std::int64_t offset = 0;
   };
 
-  ActivationStore(pager::Tiers& tiers, Consumer consumer, Options options);
+  /// Made by std::make_shared. `pool` has one thread and ends before the tiers; its tasks keep the
+  /// store alive.
+  ActivationStore(pager::Tiers& tiers, ThreadPool& pool, Consumer consumer, Options options);
   ActivationStore(const ActivationStore&) = delete;
   ActivationStore& operator=(const ActivationStore&) = delete;
-  ~ActivationStore();
 
   /// Nothing: the tensor had better stay where it is.
   std::optional<Saved> pack(const at::Tensor& tensor);
@@ -67,6 +72,7 @@ class ActivationStore : public std::enable_shared_from_this<ActivationStore> {
   void forget(const Kept& kept) noexcept;
 
   pager::Tiers& tiers_;
+  ThreadPool& pool_;
   const Consumer consumer_;
   const Options options_;
   std::shared_ptr<device::Stream> copies_;  // null where the device is the host
@@ -76,9 +82,8 @@ class ActivationStore : public std::enable_shared_from_this<ActivationStore> {
   std::uint64_t next_ = 0;                                  // guarded by mutex_
   std::map<std::uint64_t, std::weak_ptr<Kept>> by_number_;  // guarded by mutex_: in pack()'s order
   std::unordered_map<const c10::StorageImpl*, std::weak_ptr<Kept>> by_storage_;  // by mutex_
-  Bytes leaving_ = 0;                 // guarded by mutex_: not copied yet
-  Bytes ahead_ = 0;                   // guarded by mutex_: back, not asked for
-  std::unique_ptr<ThreadPool> pool_;  // last: its tasks use all of the above
+  Bytes leaving_ = 0;  // guarded by mutex_: not copied yet
+  Bytes ahead_ = 0;    // guarded by mutex_: back, not asked for
 };
 
 }  // namespace pagoda::torch

@@ -4,6 +4,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -195,6 +196,13 @@ struct BoundPin final : ::torch::CustomClassHolder {
   std::vector<std::shared_ptr<void>> held;
 };
 
+/// Lets go of an engine. Python's lock is held where a graph or a pin is dropped, and an engine's
+/// end waits for threads that may need it: if this was the last to have it, it ends on its own.
+void let_go(std::shared_ptr<Engine> engine) {
+  if (engine.use_count() == 1)
+    std::thread([last = std::move(engine)]() mutable { last.reset(); }).detach();
+}
+
 /// A saved tensor; in autograd's graph instead of it. Keeps what it needs alive.
 struct BoundSaved final : ::torch::CustomClassHolder {
   BoundSaved() = default;
@@ -202,11 +210,16 @@ struct BoundSaved final : ::torch::CustomClassHolder {
              ActivationStore::Saved saved)
       : engine(std::move(engine)), store(std::move(store)), saved(std::move(saved)) {}
 
+  ~BoundSaved() override {
+    saved = {};
+    store.reset();
+    let_go(std::move(engine));
+  }
+
   at::Tensor restore() {
     return telling([&] { return store->unpack(saved); });
   }
 
-  // In this order: each goes before what it lies in.
   std::shared_ptr<Engine> engine;
   std::shared_ptr<ActivationStore> store;
   ActivationStore::Saved saved;
@@ -216,6 +229,11 @@ struct BoundActivations final : ::torch::CustomClassHolder {
   BoundActivations() = default;
   BoundActivations(std::shared_ptr<Engine> engine, std::shared_ptr<ActivationStore> store)
       : engine(std::move(engine)), store(std::move(store)) {}
+
+  ~BoundActivations() override {
+    store.reset();
+    let_go(std::move(engine));
+  }
 
   /// None: the tensor stays what it is.
   std::optional<c10::intrusive_ptr<BoundSaved>> keep(const at::Tensor& tensor) {
@@ -338,13 +356,14 @@ class BoundEngine final : public ::torch::CustomClassHolder {
 
   c10::intrusive_ptr<BoundActivations> activations(const std::string& place,
                                                    const std::string& least,
-                                                   const std::string& in_flight) {
+                                                   const std::string& in_flight,
+                                                   const std::vector<at::Tensor>& staying) {
     return telling([&] {
       PAGODA_REQUIRE(place == "host" || place == "nvme",
                      "activations('{}'): it takes 'host' or 'nvme'", place);
       return c10::make_intrusive<BoundActivations>(
           engine_, engine().activations(place == "host" ? Placement::Host : Placement::Nvme,
-                                        parse_bytes(least), parse_bytes(in_flight)));
+                                        parse_bytes(least), parse_bytes(in_flight), staying));
     });
   }
 

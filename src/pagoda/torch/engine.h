@@ -115,8 +115,10 @@ class Engine {
   [[nodiscard]] std::shared_ptr<void> pin(const at::Tensor& parameter);
 
   /// What autograd saves may be kept in the engine's tiers; the store must end before the engine.
+  /// `staying`: tensors that somebody keeps anyway.
   std::shared_ptr<torch::ActivationStore> activations(Placement placement, Bytes least,
-                                                      Bytes in_flight);
+                                                      Bytes in_flight,
+                                                      const std::vector<at::Tensor>& staying = {});
 
   /// Parameters become plain tensors again, up to date. UserError if they do not fit into memory.
   void release(::torch::nn::Module& model);

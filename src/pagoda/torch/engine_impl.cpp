@@ -46,6 +46,7 @@ Engine::Impl::Impl(const Config& config, std::shared_ptr<comm::World> world)
 }
 
 Engine::Impl::~Impl() {
+  activation_pool_.reset();
   for (Parameter& parameter : parameters_) {
     torch::ParameterTable::instance().erase(parameter.key);
     if (auto alive = parameter.tensor.lock()) {
@@ -78,6 +79,12 @@ void Engine::Impl::limit_device(Bytes limit) {
                  format_bytes(limit), format_bytes(pages));
   limit_ =
       torch::limit_cuda_memory(device(), limit - pages, runtime_->device().memory_info().total);
+}
+
+ThreadPool& Engine::Impl::activation_pool() {
+  if (activation_pool_ == nullptr)
+    activation_pool_ = std::make_unique<ThreadPool>(1, "activations");
+  return *activation_pool_;
 }
 
 std::string Engine::Impl::touch_failed(std::exception_ptr error) noexcept {

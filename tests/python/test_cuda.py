@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""On a GPU: pages, buffers and activations of unmodified models, to the bit."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+import parity
+import pytest
+import torch
+import zoo
+
+import pagoda
+
+if not torch.cuda.is_available():
+    pytest.skip("there is no NVIDIA GPU here", allow_module_level=True)
+
+NAMES = ["gpt2", "llama", "qwen3_tied", "t5", "borrowing", "branching"]
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> Any:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    with torch.device("cuda"):
+        yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def batches_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zoo, "_random", lambda step: torch.Generator("cuda").manual_seed(step))
+
+
+@pytest.mark.parametrize("place", ["", "host", "nvme"])
+@pytest.mark.parametrize("name", NAMES)
+def test_parity(name: str, place: str, tmp_path: Path) -> None:
+    specimen = zoo.ZOO[name]
+    plain = parity.train_plainly(specimen.make, specimen.loss)
+    config = parity.config_below_a_third(specimen.make, device="cuda", nvme=[tmp_path])
+    engine = pagoda.Engine(**config)
+    torch.manual_seed(0)
+    with engine.build():
+        model = specimen.make()
+    assert all(tensor.is_cuda for tensor in [*model.parameters(), *model.buffers()])
+    engine.attach(model, lr=parity.LR, weight_decay=parity.DECAY)
+    run = parity.Run()
+    torch.manual_seed(1)
+    for step in range(parity.STEPS):
+        if place:
+            with engine.activations(place, least=256, in_flight="64KiB"):
+                loss = specimen.loss(model, step)
+        else:
+            loss = specimen.loss(model, step)
+        engine.backward(loss)
+        engine.step()
+        run.losses.append(loss.detach().clone())
+    run.parameters = parity.values(model)
+    parity.assert_equal(plain, run)
+
+
+def test_activations_free_the_device() -> None:
+    engine = pagoda.Engine(device="cuda", device_budget="64MiB")
+    x = torch.randn(4 << 20, requires_grad=True)
+    peaks = []
+    for offload in (False, True):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        y = x
+        if offload:
+            with engine.activations("host", in_flight="32MiB"):
+                for _ in range(24):
+                    y = y.sin()
+        else:
+            for _ in range(24):
+                y = y.sin()
+        y.sum().backward()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        del y
+        x.grad = None
+    assert peaks[0] > 380 << 20
+    assert peaks[1] < 160 << 20
