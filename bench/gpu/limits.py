@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,8 +31,10 @@ def _link(to_device: bool) -> float:
 
 
 def _bench(program: str, *arguments: str) -> dict[str, Any]:
+    libraries = Path(torch.__file__).parent / "lib"  # a program built elsewhere finds torch so
     result = subprocess.run([program, "bench", *arguments, "--json"], check=True, text=True,
-                            capture_output=True)
+                            capture_output=True,
+                            env={**os.environ, "LD_LIBRARY_PATH": str(libraries)})
     return {row["name"]: row for row in json.loads(result.stdout)["rows"]}
 
 

@@ -62,7 +62,8 @@ class Engine:
 
     The ranks are those of `group`, by default of torch.distributed's default group or, where that
     has not been initialized, of torchrun's environment. The engine makes groups of its own beside
-    them. With several ranks attach(), step(), join(), grad(), grad_norm(), release() and
+    them, over Gloo; gradients go over `gradient_group` where one is given, which has the same ranks
+    and belongs to the engine alone: `torch.distributed.new_group(backend="nccl")`. With several ranks attach(), step(), join(), grad(), grad_norm(), release() and
     save_pretrained() are collectives.
 
     An engine ends with close(), with its `with` block, or when it is dropped. Parameters that were
@@ -77,12 +78,15 @@ class Engine:
     ...     engine.release(model)
     """
 
-    def __init__(self, *, group: distributed.ProcessGroup | None = None, **config: Any) -> None:
+    def __init__(self, *, group: distributed.ProcessGroup | None = None,
+                 gradient_group: distributed.ProcessGroup | None = None, **config: Any) -> None:
         if group is None and distributed.is_available() and distributed.is_initialized():
             group = distributed.group.WORLD
         text = json.dumps({key: _plain(value) for key, value in config.items()})
-        boxed = None if group is None else group.boxed()
-        self._handle: Handle = make_engine(text, boxed, group is None)
+        if gradient_group is not None and group is None:
+            raise UserError("gradient_group needs torch.distributed to be initialized, or group=")
+        boxed = [None if each is None else each.boxed() for each in (group, gradient_group)]
+        self._handle: Handle = make_engine(text, *boxed, group is None)
         # Not a destructor: it may not run while Python's lock is held.
         self._end = weakref.finalize(self, self._handle.close)
         self._model: torch.nn.Module | None = None

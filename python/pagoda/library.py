@@ -84,10 +84,10 @@ class Handle(Protocol):
     def world_size(self) -> int: ...
 
 
-def make_engine(config: str, group: Any, from_env: bool) -> Handle:
-    """An engine of the library. `group`: a boxed process group, or None."""
+def make_engine(config: str, group: Any, gradients: Any, from_env: bool) -> Handle:
+    """An engine of the library. `group`, `gradients`: boxed process groups, or None."""
     with translated():
-        return cast(Handle, torch.classes.pagoda.Engine(config, group, from_env))
+        return cast(Handle, torch.classes.pagoda.Engine(config, group, gradients, from_env))
 
 
 class ConfigKey(NamedTuple):

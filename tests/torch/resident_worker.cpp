@@ -45,6 +45,7 @@ Peak train(const pagoda::Config& config, int layers, std::int64_t width) {
     }
     return layers_of_it;
   });
+  mallopt(M_MMAP_THRESHOLD, 1 << 20);  // what torch frees is not resident any more
   engine.attach(*model, pagoda::AdamW{});
   engine.backward(model->forward(at::ones({4, width})).sum());
   engine.step();
@@ -59,8 +60,7 @@ Peak train(const pagoda::Config& config, int layers, std::int64_t width) {
 int main(int argc, char** argv) {
   try {
     PAGODA_REQUIRE_EQ(argc, 3, "resident_worker host|nvme DIRECTORY");
-    at::set_num_threads(1);              // each has an arena of its own in malloc
-    mallopt(M_MMAP_THRESHOLD, 1 << 20);  // what torch frees is not resident any more
+    at::set_num_threads(1);  // each has an arena of its own in malloc
     pagoda::Config config;
     config.device = "cpu";
     config.device_budget = 192_MiB;

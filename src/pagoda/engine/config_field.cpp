@@ -225,7 +225,7 @@ std::vector<ConfigField> make_fields() {
           "The type in which gradients are added up"),
       choice(PAGODA_FIELD(reduction),
              Words<Reduction>{{Reduction::Mean, "mean"}, {Reduction::Sum, "sum"}},
-             "How gradients of ranks and micro-batches become one"),
+             "How the gradients of ranks become one; those of micro-batches are added up"),
       real(PAGODA_FIELD(clip), true, "Largest norm of all gradients together; 0: no clipping"),
       loss_scale(PAGODA_FIELD(loss_scale),
                  "What the loss is multiplied by; dynamic follows overflows (for fp16)"),

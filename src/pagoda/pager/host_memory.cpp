@@ -10,6 +10,7 @@ namespace {
 constexpr Bytes kPage = 4096;
 // From here on huge pages pay.
 constexpr Bytes kHuge = 4_MiB;
+constexpr Bytes kLargestSlab = 1_GiB;
 
 AlignedBuffer plain_buffer(Bytes bytes) {
   return AlignedBuffer(bytes, bytes < kPage ? 64 : kPage,
@@ -29,6 +30,11 @@ HostBlock HostMemory::allocate(Bytes bytes, std::string_view tag, std::string_vi
     return out;
   }
   const std::lock_guard lock(mutex_);
+  const Bytes wanted = align_up(bytes, kPage);
+  const Bytes slab_bytes = next_slab(tag, wanted);
+  if (const auto expected = expected_.find(tag); expected != expected_.end()) {
+    expected->second -= std::min(expected->second, wanted);
+  }
   for (Slab& slab : slabs_) {
     if (slab.tag != tag) continue;
     if (auto block = slab.arena->try_allocate(bytes, name)) {
@@ -36,9 +42,8 @@ HostBlock HostMemory::allocate(Bytes bytes, std::string_view tag, std::string_vi
       return out;
     }
   }
-  const Bytes wanted = align_up(bytes, kPage);
   // Near the end of the budget a slab is only as large as what is asked for.
-  auto reservation = budget_.try_reserve(std::max(wanted, slab_bytes_), tag);
+  auto reservation = budget_.try_reserve(slab_bytes, tag);
   if (!reservation) reservation = budget_.reserve(wanted, tag);
   slabs_.push_back({std::string(tag), std::make_unique<device::PinnedArena>(
                                           device_, std::move(*reservation),
@@ -46,6 +51,24 @@ HostBlock HostMemory::allocate(Bytes bytes, std::string_view tag, std::string_vi
                                                                .alignment = kPage})});
   out.block_ = slabs_.back().arena->allocate(bytes, name);
   return out;
+}
+
+void HostMemory::expect(std::string_view tag, Bytes bytes) {
+  const std::lock_guard lock(mutex_);
+  expected_[std::string(tag)] = bytes;
+}
+
+/// Holds mutex_.
+Bytes HostMemory::next_slab(std::string_view tag, Bytes wanted) const {
+  const auto expected = expected_.find(tag);
+  if (expected != expected_.end() && expected->second > 0) {
+    return std::max(wanted, std::min(align_up(expected->second, kPage), kLargestSlab));
+  }
+  Bytes taken = 0;
+  for (const Slab& slab : slabs_) {
+    if (slab.tag == tag) taken += slab.arena->stats().capacity;
+  }
+  return std::max({wanted, slab_bytes_, std::min(align_up(taken / 8, kPage), kLargestSlab)});
 }
 
 bool HostMemory::fits(Bytes bytes, std::string_view tag) const {

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -35,11 +37,14 @@ class HostBlock {
 /// it is a GPU (locking page by page would cost more than the memory). Any thread may allocate.
 class HostMemory {
  public:
-  /// Pinned memory is taken in slabs of `slab` bytes, or larger for what does not fit into one.
+  /// Pinned memory is taken in slabs: of `slab` bytes at first, larger ones the more there is, so
+  /// that what is left over at their ends stays a small part.
   HostMemory(std::shared_ptr<device::Device> device, Budget& budget, Bytes slab);
 
   /// Aligned for O_DIRECT from a page of bytes on. BudgetExceeded when the budget is full.
   HostBlock allocate(Bytes bytes, std::string_view tag, std::string_view name);
+  /// So many bytes of this kind are about to be asked for: slabs are made for them, not larger.
+  void expect(std::string_view tag, Bytes bytes);
   /// Whether allocate() would succeed.
   bool fits(Bytes bytes, std::string_view tag) const;
 
@@ -53,7 +58,10 @@ class HostMemory {
   Budget& budget_;
   const Bytes slab_bytes_;
   mutable std::mutex mutex_;
-  std::vector<Slab> slabs_;  // guarded by mutex_
+  Bytes next_slab(std::string_view tag, Bytes wanted) const;
+
+  std::vector<Slab> slabs_;                             // guarded by mutex_
+  std::map<std::string, Bytes, std::less<>> expected_;  // by tag; guarded by mutex_
 };
 
 }  // namespace pagoda::pager

@@ -254,9 +254,11 @@ class BoundEngine final : public ::torch::CustomClassHolder {
  public:
   using Group = c10::intrusive_ptr<::c10d::ProcessGroup>;
 
-  BoundEngine(const std::string& config, const std::optional<Group>& group, bool from_env) {
+  BoundEngine(const std::string& config, const std::optional<Group>& group,
+              const std::optional<Group>& gradients, bool from_env) {
     telling([&] {
-      auto world = group.has_value() ? world_from_group(**group)
+      auto* over = gradients.has_value() ? gradients->get() : nullptr;
+      auto world = group.has_value() ? world_from_group(**group, over)
                    : from_env        ? world_from_env()
                                      : comm::make_solo_world();
       Config parsed = Config::from_json(config);
@@ -415,7 +417,8 @@ TORCH_LIBRARY_FRAGMENT(pagoda, library) {
       .def(torch::init<>())
       .def("keep", &BoundActivations::keep);
   library.class_<BoundEngine>("Engine")
-      .def(torch::init<std::string, std::optional<BoundEngine::Group>, bool>())
+      .def(torch::init<std::string, std::optional<BoundEngine::Group>,
+                       std::optional<BoundEngine::Group>, bool>())
       .def("close", &BoundEngine::close)
       .def("begin_build", &BoundEngine::begin_build)
       .def("end_build", &BoundEngine::end_build)
