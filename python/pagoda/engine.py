@@ -85,8 +85,9 @@ class Engine:
         text = json.dumps({key: _plain(value) for key, value in config.items()})
         if gradient_group is not None and group is None:
             raise UserError("gradient_group needs torch.distributed to be initialized, or group=")
-        boxed = [None if each is None else each.boxed() for each in (group, gradient_group)]
-        self._handle: Handle = make_engine(text, *boxed, group is None)
+        self._handle: Handle = make_engine(
+            text, None if group is None else group.boxed(),
+            None if gradient_group is None else gradient_group.boxed(), group is None)
         # Not a destructor: it may not run while Python's lock is held.
         self._end = weakref.finalize(self, self._handle.close)
         self._model: torch.nn.Module | None = None
