@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import tempfile
 import time
@@ -43,11 +44,10 @@ def measure(program: str) -> dict[str, float]:
     out = {"to_device": _link(True), "to_host": _link(False)}
     # The memory's limit for the bytes that an update moves, on all threads.
     adam = _bench(program, "adam", "--only", "adamw bf16 grad")
-    for key, name in (("update", "adamw bf16 grad → bf16, "),
-                      ("update_bf16", "adamw bf16 grad, split master, bf16 moments, ")):
-        out[key] = max(row["limit"] for row_name, row in adam.items()
-                       if row_name.startswith(name) and "thread" in row_name[len(name):len(name) + 9]
-                       ) * 1e9
+    for key, kernel in (("update", "adamw bf16 grad → bf16"),
+                        ("update_bf16", "adamw bf16 grad, split master, bf16 moments")):
+        out[key] = max(row["limit"] for name, row in adam.items()
+                       if re.fullmatch(kernel + r", \d+ threads?", name)) * 1e9
     with tempfile.TemporaryDirectory() as directory:
         io = _bench(program, "io", "--dir", directory)
     out["disk"] = max(row["value"] for name, row in io.items() if name.startswith("mixed")) * 1e9

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,20 +89,28 @@ def config_below_a_third(make: Make, **more: Any) -> dict[str, Any]:
             **more}
 
 
+def train_attached(engine: pagoda.Engine, model: torch.nn.Module, loss: Loss,
+                   around: Callable[[], AbstractContextManager[Any]] = nullcontext) -> Run:
+    """Attaches the model and trains it, each forward within what `around` gives."""
+    engine.attach(model, lr=LR, weight_decay=DECAY)
+    run = Run()
+    torch.manual_seed(1)
+    for step in range(STEPS):
+        with around():
+            value = loss(model, step)
+        engine.backward(value)
+        engine.step()
+        run.losses.append(value.detach().clone())
+    run.parameters = values(model)
+    return run
+
+
 def train_paged(make: Make, loss: Loss, config: dict[str, Any]) -> Run:
     engine = pagoda.Engine(**config)
     torch.manual_seed(0)
     with engine.build():
         model = make()
-    engine.attach(model, lr=LR, weight_decay=DECAY)
-    run = Run()
-    torch.manual_seed(1)
-    for step in range(STEPS):
-        value = loss(model, step)
-        engine.backward(value)
-        engine.step()
-        run.losses.append(value.detach().clone())
-    run.parameters = values(model)
+    run = train_attached(engine, model, loss)
     stats = engine.stats()
     assert stats["pages"]["device_bytes_peak"] <= config["device_budget"]
     assert stats["pages"]["evictions"] > 0

@@ -33,20 +33,12 @@ def test_parity(name: str, place: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     with engine.build():
         model = specimen.make()
-    engine.attach(model, lr=parity.LR, weight_decay=parity.DECAY)
-    run = parity.Run()
-    torch.manual_seed(1)
-    for step in range(parity.STEPS):
-        with engine.activations(place, least=256, in_flight="64KiB"):
-            loss = specimen.loss(model, step)
-        engine.backward(loss)
-        engine.step()
-        run.losses.append(loss.detach().clone())
-    run.parameters = parity.values(model)
+    run = parity.train_attached(
+        engine, model, specimen.loss,
+        lambda: engine.activations(place, least=256, in_flight="64KiB"))
     parity.assert_equal(plain, run)
     holder = engine.stats()["tiers"][place]["holders"]["activations"]
     assert holder["peak"] > 0
-    del loss
     while engine.stats()["tiers"][place]["holders"]["activations"]["used"] != 0:
         time.sleep(0.001)  # copies that nobody waits for any more end on their own
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -46,20 +47,9 @@ def test_parity(name: str, place: str, tmp_path: Path) -> None:
     with engine.build():
         model = specimen.make()
     assert all(tensor.is_cuda for tensor in [*model.parameters(), *model.buffers()])
-    engine.attach(model, lr=parity.LR, weight_decay=parity.DECAY)
-    run = parity.Run()
-    torch.manual_seed(1)
-    for step in range(parity.STEPS):
-        if place:
-            with engine.activations(place, least=256, in_flight="64KiB"):
-                loss = specimen.loss(model, step)
-        else:
-            loss = specimen.loss(model, step)
-        engine.backward(loss)
-        engine.step()
-        run.losses.append(loss.detach().clone())
-    run.parameters = parity.values(model)
-    parity.assert_equal(plain, run)
+    around = (lambda: engine.activations(place, least=256, in_flight="64KiB")) if place \
+        else nullcontext
+    parity.assert_equal(plain, parity.train_attached(engine, model, specimen.loss, around))
 
 
 def test_activations_free_the_device() -> None:

@@ -4,6 +4,7 @@
 #include <unordered_set>
 
 #include "pagoda/base/error.h"
+#include "pagoda/torch/element_type.h"
 
 namespace zoo {
 
@@ -20,16 +21,8 @@ at::ScalarType scalar_type(Dtype type) {
 }
 
 Dtype dtype_of(const at::Tensor& tensor) {
-  switch (tensor.scalar_type()) {
-    case at::kFloat:
-      return Dtype::F32;
-    case at::kBFloat16:
-      return Dtype::BF16;
-    case at::kHalf:
-      return Dtype::F16;
-    default:
-      throw pagoda::UserError("a parameter is fp32, bf16 or fp16");
-  }
+  if (const auto known = pagoda::torch::element_type(tensor)) return *known;
+  throw pagoda::UserError("a parameter is fp32, bf16 or fp16");
 }
 
 Specimen::Specimen(const Options& options)

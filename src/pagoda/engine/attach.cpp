@@ -130,7 +130,6 @@ void Runtime::attach(const std::vector<Page*>& pages, std::vector<TrainedSpec> s
     check_fit(pages);
     if (!alone()) check_equal_on_all_ranks(pages);
     place(pages);
-    expect_states();
     for (const auto& page : trained_) {
       const Optimizer& rule = groups_[page->parameters[0].group];
       const optim::StateLayout layout = updater_->layout(*page, rule);
@@ -150,24 +149,6 @@ void Runtime::attach(const std::vector<Page*>& pages, std::vector<TrainedSpec> s
   } catch (...) {
     forget_trained();
     fail_and_throw();
-  }
-}
-
-/// Tells the host how many bytes of gradients and states come, where they may come to it.
-void Runtime::expect_states() {
-  Bytes gradients = 0;
-  Bytes states = 0;
-  for (const auto& page : trained_) {
-    const Optimizer& rule = groups_[page->parameters[0].group];
-    gradients += align_up(page->gradient_bytes(), pager::Tiers::kNvmeBlock);
-    states += align_up(updater_->layout(*page, rule).bytes(page->updated.size()),
-                       pager::Tiers::kNvmeBlock);
-  }
-  if (config_.gradients != Placement::Nvme && config_.gradients != Placement::Device) {
-    tiers_->host().expect(pager::tag::kGradients, gradients);
-  }
-  if (config_.optimizer != Placement::Nvme && config_.optimizer != Placement::Device) {
-    tiers_->host().expect(pager::tag::kOptimizer, states);
   }
 }
 
@@ -235,6 +216,12 @@ void Runtime::check_fit(const std::vector<Page*>& pages) {
       {tiers_->budget(Tier::Host).limit(), tiers_->budget(Tier::Host).available() + held},
       {tiers_->budget(Tier::Nvme).limit(), tiers_->budget(Tier::Nvme).available() + held_nvme},
       tiers_->swap() != nullptr);
+  for (const auto& [need, tag] : {std::pair{&gradients, pager::tag::kGradients},
+                                  std::pair{&states, pager::tag::kOptimizer}}) {
+    const bool on_host =
+        need->placement != PagerPlacement::Nvme && need->placement != PagerPlacement::Device;
+    if (on_host) tiers_->host().expect(tag, need->blocks);
+  }
 }
 
 void Runtime::check_equal_on_all_ranks(const std::vector<Page*>& pages) {

@@ -119,7 +119,6 @@ class Runtime {
   void check_fit(const std::vector<pager::Page*>& pages);
   void check_equal_on_all_ranks(const std::vector<pager::Page*>& pages);
   void place(const std::vector<pager::Page*>& pages);
-  void expect_states();
   void forget_trained();
   StepResult step_together(bool leaving, bool& all_leaving,
                            const std::function<void(pager::Page&)>& bumped);
