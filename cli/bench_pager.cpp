@@ -71,19 +71,27 @@ void run_pager(const PagerFlags& flags) {
   PAGODA_REQUIRE(flags.pages > 0 && flags.steps > 0, "--pages and --steps must be at least 1");
   PAGODA_REQUIRE(flags.dir.empty() || std::filesystem::is_directory(flags.dir),
                  "--dir: there is no directory '{}'", flags.dir);
+  PAGODA_REQUIRE(flags.only != "disk" || !flags.dir.empty(), "--only disk needs --dir");
   BenchReport report(
-      "Paging beside what it could cost at best (lower is better, but for the hit rate)");
+      "Paging beside what it could cost at best (lower is better, but for rates)");
   const auto wanted = [&](std::string_view part) {
     return flags.only.empty() || part.find(flags.only) != std::string_view::npos;
   };
   if (wanted("observer")) bench_observer(report, flags);
   if (wanted("prefetch")) bench_hit_rate(report, flags);
   if (wanted("step")) bench_paged_step(report, flags.steps);
+  if (wanted("disk")) {
+    if (flags.dir.empty()) {
+      report.note("States on disk: not measured, --dir names no directory for them.");
+    } else {
+      bench_disk_step(report, flags.dir, flags.steps);
+    }
+  }
   if (wanted("bookkeeping")) bench_bookkeeping(report, flags.pages);
   if (wanted("gather")) bench_gather(report, flags.steps);
   PAGODA_REQUIRE(!report.rows().empty(),
-                 "--only: there is no part '{}'; there are observer, prefetch, step, bookkeeping "
-                 "and gather",
+                 "--only: there is no part '{}'; there are observer, prefetch, step, disk, "
+                 "bookkeeping and gather",
                  flags.only);
   std::fputs((flags.json ? report.json() + "\n" : report.table()).c_str(), stdout);
 }
@@ -98,9 +106,9 @@ void add_bench_pager(CLI::App& bench) {
   command->add_option("--steps", flags->steps, "Steps, or rounds, that are measured")
       ->capture_default_str();
   command->add_option("--dir", flags->dir,
-                      "Directory for the hit rate's states (default: they lie on the host)");
+                      "Directory for states on disk (default: the hit rate's lie on the host)");
   command->add_option("--only", flags->only,
-                      "One part: observer, prefetch, step, bookkeeping or gather");
+                      "One part: observer, prefetch, step, disk, bookkeeping or gather");
   command->add_flag("--json", flags->json, "One JSON object instead of a table");
   command->callback([flags] { run_pager(*flags); });
 }

@@ -15,6 +15,7 @@
 #include "pagoda/comm/solo_world.h"
 #include "pagoda/device/emulated/emulated_device.h"
 #include "pagoda/engine/runtime.h"
+#include "raw_disk.h"
 
 namespace pagoda::cli {
 namespace {
@@ -178,6 +179,40 @@ void bench_paged_step(BenchReport& report, std::size_t steps) {
                   "of {:.0f} GB/s "
                   "each way, operators that sleep, gradients and AdamW on the host.",
                   kPages, format_bytes(kPageBytes), kLink * 1e-9));
+}
+
+void bench_disk_step(BenchReport& report, const std::filesystem::path& directory,
+                     std::size_t steps) {
+  constexpr std::size_t kCount = 6;
+  constexpr std::uint64_t kElements = 16U << 20U;
+  constexpr Bytes kState = kCount * kElements * 2 * sizeof(float);  // moments; the master is here
+  Config config;
+  config.device = "cpu";
+  config.device_budget = 512_MiB;
+  config.parameters = config.gradients = Placement::Host;
+  config.optimizer = Placement::Nvme;
+  config.nvme = {directory};
+  config.nvme_budget = kState + 64_MiB;
+  std::vector<double> rates;
+  {
+    MadeUpModel model(config, kCount, kElements);
+    for (std::size_t i = 0; i < kWarmSteps; ++i) model.step(0, 0);
+    model.finish();
+    for (std::size_t i = 0; i < steps; ++i) {
+      const Stopwatch watch;
+      model.step(0, 0);
+      model.finish();
+      rates.push_back(2.0 * static_cast<double>(kState) / watch.seconds());
+    }
+  }
+  RawDisk disk({directory}, kState);
+  std::vector<double> limits;
+  for (int i = 0; i < 5; ++i) limits.push_back(disk.run({DiskLoad::Kind::Mixed, 1_MiB, 32, 1.0}));
+  report.add({"states on disk, read and written", 1e-9 * median(rates), "GB/s",
+              1e-9 * median(limits), "mixed, " + disk.name() + " (higher is better)"});
+  report.note(fmt::format("States on disk: {} of AdamW's moments, each read, used and written once a "
+                          "step; operators take no time.",
+                          format_bytes(kState)));
 }
 
 void bench_bookkeeping(BenchReport& report, std::size_t pages) {

@@ -74,7 +74,7 @@ struct Config {
   unsigned fetch_threads = 4;
   unsigned update_threads = 0;
   Bytes update_chunk = 4_MiB;
-  unsigned update_buffers = 4;
+  unsigned update_buffers = 8;
   Bytes staging = 4_MiB;
   Bytes bucket = 32_MiB;
 

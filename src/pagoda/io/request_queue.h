@@ -8,14 +8,17 @@
 
 namespace pagoda::io {
 
-/// What waits for room in an engine: by priority, first in first out within one. Not thread-safe.
+/// What waits for room in an engine: by priority; within one, reads and writes in turns, first in
+/// first out each. A disk that has both before it moves more bytes than with either alone, and what
+/// is submitted at once is mostly of one kind. Not thread-safe.
 class RequestQueue {
  public:
   bool empty() const noexcept { return size_ == 0; }
   std::size_t size() const noexcept { return size_; }
 
   void push(Request& request) noexcept {
-    lists_[static_cast<std::size_t>(request.priority)].push(request);
+    Lists& lists = lists_[static_cast<std::size_t>(request.priority)];
+    (request.op == Op::Write ? lists.writes : lists.others).push(request);
     ++size_;
   }
 
@@ -26,8 +29,10 @@ class RequestQueue {
 
   /// The next one to start, or null.
   Request* pop() noexcept {
-    for (RequestList& list : lists_) {
-      if (Request* request = list.pop()) {
+    for (Lists& lists : lists_) {
+      const bool write = lists.others.empty() || (!wrote_last_ && !lists.writes.empty());
+      if (Request* request = (write ? lists.writes : lists.others).pop()) {
+        wrote_last_ = write;
         --size_;
         return request;
       }
@@ -36,7 +41,13 @@ class RequestQueue {
   }
 
  private:
-  std::array<RequestList, 3> lists_;  // one per Priority
+  struct Lists {
+    RequestList writes;
+    RequestList others;
+  };
+
+  std::array<Lists, 3> lists_;  // one per Priority
+  bool wrote_last_ = true;      // a read is waited for: it comes first
   std::size_t size_ = 0;
 };
 

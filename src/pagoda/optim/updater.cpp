@@ -274,8 +274,9 @@ void Updater::run() {
         reading_.pop_front();
         writing_.push_back(&slot);
       }
+      // Half of the slots may be on their way out: the disk always has reads and writes before it.
       while (!writing_.empty() &&
-             (reading_.empty() || free_.empty() ||
+             (reading_.empty() || (free_.empty() && 2 * writing_.size() >= slots_.size()) ||
               std::all_of(writing_.front()->transfers.begin(), writing_.front()->transfers.end(),
                           [](const io::Transfer& t) { return t.done(); }))) {
         Slot& slot = *writing_.front();

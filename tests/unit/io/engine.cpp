@@ -207,5 +207,17 @@ TEST(RequestQueue, UrgentFirstThenInOrder) {
   EXPECT_TRUE(queue.empty());
 }
 
+TEST(RequestQueue, ReadsAndWritesInTurns) {
+  RequestQueue queue;
+  std::vector<Probe> probes(6);
+  for (const std::size_t write : {0U, 1U, 5U}) probes[write].op = Op::Write;
+  probes[5].priority = Priority::Urgent;
+  for (Probe& probe : probes) queue.push(probe);
+  for (const std::size_t expected : {5U, 2U, 0U, 3U, 1U, 4U}) {
+    EXPECT_EQ(queue.pop(), &probes[expected]);
+  }
+  EXPECT_EQ(queue.pop(), nullptr);
+}
+
 }  // namespace
 }  // namespace pagoda::io
