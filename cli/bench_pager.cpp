@@ -72,8 +72,7 @@ void run_pager(const PagerFlags& flags) {
   PAGODA_REQUIRE(flags.dir.empty() || std::filesystem::is_directory(flags.dir),
                  "--dir: there is no directory '{}'", flags.dir);
   PAGODA_REQUIRE(flags.only != "disk" || !flags.dir.empty(), "--only disk needs --dir");
-  BenchReport report(
-      "Paging beside what it could cost at best (lower is better, but for rates)");
+  BenchReport report("Paging beside what it could cost at best (lower is better, but for rates)");
   const auto wanted = [&](std::string_view part) {
     return flags.only.empty() || part.find(flags.only) != std::string_view::npos;
   };

@@ -210,9 +210,10 @@ void bench_disk_step(BenchReport& report, const std::filesystem::path& directory
   for (int i = 0; i < 5; ++i) limits.push_back(disk.run({DiskLoad::Kind::Mixed, 1_MiB, 32, 1.0}));
   report.add({"states on disk, read and written", 1e-9 * median(rates), "GB/s",
               1e-9 * median(limits), "mixed, " + disk.name() + " (higher is better)"});
-  report.note(fmt::format("States on disk: {} of AdamW's moments, each read, used and written once a "
-                          "step; operators take no time.",
-                          format_bytes(kState)));
+  report.note(
+      fmt::format("States on disk: {} of AdamW's moments, each read, used and written once a "
+                  "step; operators take no time.",
+                  format_bytes(kState)));
 }
 
 void bench_bookkeeping(BenchReport& report, std::size_t pages) {

@@ -253,11 +253,18 @@ class Engine:
         model = self._model if model is None else model
         if model is None:
             raise UserError("no model is attached: name the one to save")
-        self.finish()
         if self.rank == 0:
-            save(model, Path(directory), max_shard_bytes)
+            self._save(directory, model, max_shard_bytes)
+        else:
+            self.finish()
         with translated():
             self._handle.barrier()
+
+    def _save(self, directory: str | Path, model: torch.nn.Module,
+              max_shard_bytes: int = 5_000_000_000) -> None:
+        """By this rank alone: what others keep is asked of them."""
+        self.finish()
+        save(model, Path(directory), max_shard_bytes)
 
     # Training.
 
@@ -318,7 +325,7 @@ class Engine:
     def serve_framework(self) -> None:
         """For frameworks that clip and save by themselves, until release(): clip_grad_norm_ tells
         them the norm, and the engine's own `clip` is what clips; the model's save_pretrained is
-        the engine's."""
+        the engine's, on the ranks that call it."""
         model, handle = self._model, self._handle
         if model is None or self._attachment is None:
             raise UserError("no model is attached: call attach() first")
@@ -330,7 +337,7 @@ class Engine:
             engine = me()
             if engine is None:
                 raise UserError("the model's engine is gone, and its parameters with it")
-            engine.save_pretrained(save_directory, model)
+            engine._save(save_directory, model)
 
         vars(model)["save_pretrained"] = save_pretrained
         self._on_release.append(lambda: vars(model).pop("save_pretrained", None))

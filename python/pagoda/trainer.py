@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate import Accelerator  # type: ignore[import-untyped]
 from transformers import TrainerCallback
 
 from pagoda.errors import UserError
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
 _OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "sgd": "sgd",
                "lion_32bit": "lion", "paged_lion_32bit": "lion", "paged_adamw_32bit": "adamw"}
 _log = logging.getLogger("pagoda")
+_attached: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
 class PagodaCallback(TrainerCallback):
@@ -40,6 +44,26 @@ class PagodaCallback(TrainerCallback):
                      **kwargs: Any) -> None:
         """What is still owed is made: whoever looks next need not wait."""
         self.engine.finish()
+
+
+def _leave_attached_models() -> None:
+    """With several ranks Accelerate wraps what it trains in DistributedDataParallel, which keeps
+    whole gradients and waits for those that an engine has taken: a model that an engine trains is
+    prepared as one that is only evaluated."""
+    theirs = Accelerator.prepare_model
+
+    @functools.wraps(theirs)
+    def prepare_model(self: Accelerator, model: torch.nn.Module,
+                      device_placement: bool | None = None,
+                      evaluation_mode: bool = False) -> Any:
+        if model in _attached:
+            device_placement, evaluation_mode = False, True
+        return theirs(self, model, device_placement, evaluation_mode)
+
+    Accelerator.prepare_model = prepare_model
+
+
+_leave_attached_models()
 
 
 def _groups(model: torch.nn.Module, decay: float) -> list[dict[str, Any]]:
@@ -67,12 +91,9 @@ def arguments(engine: Engine, model: torch.nn.Module, args: TrainingArguments) -
 
     Learning rate, decay, betas and `optim` are taken from `args`; `max_grad_norm` becomes the
     engine's clip, and Trainer logs the norm as ever. `save_model` writes page by page. Optimizer
-    state is not part of Trainer's checkpoints.
+    state is not part of Trainer's checkpoints. Under torchrun the engine shares the work out: the
+    model is not wrapped.
     """
-    if engine.world_size > 1:
-        raise UserError("Trainer wraps the model in DistributedDataParallel where there are several "
-                        "ranks, which keeps whole gradients on each: write the loop yourself there "
-                        "(engine.backward, engine.step)")
     named = str(getattr(args.optim, "value", args.optim))
     kind = _OPTIMIZERS.get(named)
     if kind is None:
@@ -89,4 +110,5 @@ def arguments(engine: Engine, model: torch.nn.Module, args: TrainingArguments) -
                               groups=_groups(model, args.weight_decay),
                               clip=args.max_grad_norm or 0.0, **constants)
     engine.serve_framework()
+    _attached.add(model)
     return {"optimizers": (optimizer, None), "callbacks": [PagodaCallback(engine, model)]}

@@ -3,6 +3,8 @@
 afterwards.
 
     torchrun --nproc-per-node 2 ranks.py DIRECTORY HOW NAME…
+
+HOW is `env` (torch.distributed is not initialized), `group` (it is) or `trainer`.
 """
 
 import sys
@@ -11,6 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2] / "python"))
 
 import parity
+import test_trainer
 import torch
 from torch import distributed
 from zoo import ZOO
@@ -42,8 +45,26 @@ def train(name: str, directory: Path) -> None:
     engine.close()
 
 
+def train_by_trainer(name: str, directory: Path) -> None:
+    args = test_trainer.arguments(directory, save_strategy="steps", save_steps=2)
+    engine, model, trainer = test_trainer.paged_trainer(name, args)
+    assert engine.world_size == distributed.get_world_size()
+    trainer.train()
+    assert trainer.model_wrapped is model
+    assert trainer.evaluate()["eval_loss"] > 0
+    trainer.save_model(str(directory / name))
+    torch.save(parity.values(model), directory / f"{name}.{engine.rank}.pt")
+    engine.finish()
+    distributed.barrier()
+    engine.close()
+    distributed.destroy_process_group()
+
+
 def main() -> None:
     directory, how, names = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
+    if how == "trainer":
+        train_by_trainer(names[0], directory)
+        return
     if how == "group":
         distributed.init_process_group("gloo")
     for name in names:

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import parity
 import pytest
+import test_trainer
 import torch
+from transformers import Trainer
 from zoo import ZOO
 
 NAMES = ["gpt2", "llama", "qwen3_tied", "mixtral", "t5", "branching"]
@@ -47,6 +49,23 @@ def plain(name: str, ranks: int) -> dict[str, torch.Tensor]:
             p.grad = None if total is None else total * torch.tensor(1 / ranks)
         optimizer.step()
     return parity.values(model)
+
+
+def test_trainer_under_torchrun(tmp_path: Path) -> None:
+    """Two ranks with half the micro-batches each, as one Trainer with all of them."""
+    torchrun(2, str(tmp_path), "trainer", "llama")
+    torch.manual_seed(0)
+    plain_model = ZOO["llama"].make()
+    args = test_trainer.arguments(tmp_path / "plain", gradient_accumulation_steps=4)
+    Trainer(model=plain_model, args=args, train_dataset=test_trainer.Texts()).train()
+    expected = parity.values(plain_model)
+    saved = parity.values(type(plain_model).from_pretrained(tmp_path / "llama"))
+    for rank in range(2):
+        got = torch.load(tmp_path / f"llama.{rank}.pt")
+        for key, value in expected.items():
+            torch.testing.assert_close(got[key], value, rtol=1e-4, atol=1e-6)
+            assert torch.equal(got[key], saved[key])
+    assert (tmp_path / "checkpoint-2" / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize(("ranks", "how"), [
