@@ -22,6 +22,7 @@ from pagoda.deepspeed import initialize
 from pagoda.engine import Engine, StepReport
 from pagoda.errors import EngineError, Error, UserError
 from pagoda.library import ConfigKey, config_keys, version
+from pagoda.loss import chunked_cross_entropy
 from pagoda.optimizer import Optimizer
 from pagoda.pin import Pin
 from pagoda.stats import Stats
@@ -38,6 +39,7 @@ __all__ = [
     "StepReport",
     "UserError",
     "__version__",
+    "chunked_cross_entropy",
     "config_keys",
     "initialize",
 ]
