@@ -58,10 +58,10 @@ def of_row(row: dict[str, Any], resident: dict[str, Any] | None, machine: dict[s
            short_moments: bool) -> tuple[float, str]:
     """The least seconds that a step of this row can take, and what sets them."""
     moved = row.get("moved")
-    if moved is None or resident is None:
+    if moved is None:
         return row["seconds"], "itself"
     needs = {
-        "compute": resident["seconds"],
+        "compute": resident["seconds"] if resident is not None else 0.0,
         "link to device": moved["host_to_device"] / machine["to_device"],
         "link to host": moved["device_to_host"] / machine["to_host"],
         "update": row["parameters"] / machine["update_bf16" if short_moments else "update"],

@@ -5,8 +5,9 @@
     bench/gpu/run.py [--results DIR] [ROW…]
 
 Runs each row in a process of its own, those named or all, and writes DIR/ROW.json when it is over. A
-row whose file is there is not run again: a table can be made in several goes. Then prints the table.
-libpagoda.so and the pagoda program are looked for in PAGODA_BUILD, or build/.
+row whose file is there is not run again: a table can be made in several goes. Then prints the table,
+and below it what its columns have no room for. libpagoda.so and the pagoda program are looked for in
+PAGODA_BUILD, or build/.
 """
 
 from __future__ import annotations
@@ -20,50 +21,92 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
 BUILD = Path(os.environ.get("PAGODA_BUILD", HERE.parents[1] / "build"))
 
-# name: way, shape, batch, settings. The rows of a shape and batch are compared with its `a`.
+_HOST = {"device_budget": "2GiB", "gradient_staging": "1GiB", "parameters": "host",
+         "gradients": "host", "optimizer": "host"}
+_COMPACT = {"moments": "bf16", "master": "split"}
+
+# name: way, shape, batch, settings.
 ROWS: dict[str, tuple[str, str, int, dict[str, Any]]] = {}
 for _batch in (4, 16):
     ROWS[f"a{_batch}"] = ("resident", "3B", _batch, {})
     ROWS[f"b{_batch}"] = ("fsdp", "3B", _batch, {})
-    ROWS[f"c{_batch}"] = ("pagoda", "3B", _batch, {})
-    ROWS[f"c{_batch}-clip"] = ("pagoda", "3B", _batch, {"clip": 1.0})
-    ROWS[f"c{_batch}-bf16"] = ("pagoda", "3B", _batch, {"moments": "bf16", "master": "split"})
+    ROWS[f"c{_batch}"] = ("pagoda", "3B", _batch, _HOST)
+    ROWS[f"c{_batch}-clip"] = ("pagoda", "3B", _batch, {**_HOST, "clip": 1.0})
+    ROWS[f"c{_batch}-bf16"] = ("pagoda", "3B", _batch, {**_HOST, **_COMPACT})
     ROWS[f"e{_batch}"] = ("deepspeed", "3B", _batch, {})
 ROWS["d-a4"] = ("resident", "1B", 4, {})
 ROWS["d-b4"] = ("fsdp", "1B", 4, {})
-_NVME = {"optimizer": "nvme", "disk": True, "host_budget": "8GiB", "nvme_budget": "32GiB",
+_NVME = {**_HOST, "optimizer": "nvme", "disk": True, "host_budget": "8GiB", "nvme_budget": "32GiB",
          "device_budget": "3GiB", "steps": 5}
 ROWS["d-nvme"] = ("pagoda", "1B", 4, _NVME)
-ROWS["d-nvme-bf16"] = ("pagoda", "1B", 4, {**_NVME, "moments": "bf16", "master": "split"})
-ROWS["d-auto"] = ("pagoda", "1B", 4, {"parameters": "auto", "gradients": "auto",
-                                      "optimizer": "auto", "disk": True, "host_budget": "50GiB",
-                                      "nvme_budget": "32GiB"})
+ROWS["d-nvme-bf16"] = ("pagoda", "1B", 4, {**_NVME, **_COMPACT})
+ROWS["d-auto"] = ("pagoda", "1B", 4, {"device_budget": "2GiB", "gradient_staging": "1GiB",
+                                      "disk": True, "host_budget": "50GiB", "nvme_budget": "32GiB"})
+# The embedding and the head are pages of almost 1 GiB, and so are their gradients: pages have 2 GiB,
+# gradients on their way 1, and torch 6 in all, for these and for what a layer computes.
+_SMALL = {"device_limit": "8GiB", "device_budget": "3GiB", "gradient_staging": "1GiB",
+          "host_budget": "99GiB", "nvme_budget": "32GiB", "disk": True}
+ROWS["8B"] = ("fine_tune", "8B", 4, _SMALL)
+ROWS["8B-x4"] = ("fine_tune", "8B", 16, {**_SMALL, "accumulation": 4, "steps": 7})
+ROWS["8B-bf16"] = ("fine_tune", "8B", 4, {**_SMALL, **_COMPACT})
+
+# The row with everything on the GPU that a shape and batch are compared with.
+BASES = {("3B", 4): "a4", ("3B", 16): "a16", ("1B", 4): "d-a4"}
 
 
-def child(name: str, path: Path) -> None:
+def environment(way: str, settings: dict[str, Any]) -> dict[str, str]:
+    """What torch must be told before CUDA begins."""
+    out = {}
+    if way == "fine_tune":  # sizes of all kinds in little memory: without gaps
+        out["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    return out
+
+
+def shrunk(settings: dict[str, Any], by: int) -> dict[str, Any]:
+    """The settings for a workload that is smaller by as much."""
+    if not settings:
+        return {}
+    out = {key: int(value.removesuffix("GiB")) * 2**30 // by
+           if isinstance(value, str) and value.endswith("GiB") else value
+           for key, value in settings.items()}
+    if "host_budget" in out:
+        out["host_budget"] += 10 << 20  # buffers do not shrink with the model
+    return {**out, "staging": "64KiB", "update_chunk": "64KiB", "fetch_threads": 2}
+
+
+def child(name: str, path: Path, tiny: bool) -> None:
     """One row, in this process."""
-    sys.path[:0] = [str(HERE), str(HERE.parents[1] / "python")]
+    sys.path.insert(0, str(HERE.parents[1] / "python"))
     if name == "machine":
         import limits
 
         out: dict[str, Any] = limits.measure(str(BUILD / "bin" / "pagoda"))
     else:
         import ways
+        import workload
 
         way, shape, batch, settings = ROWS[name]
+        if tiny:
+            workload.shrink()
+            settings = shrunk(settings, workload.SHRUNK)
         out = getattr(ways, way)(shape, batch, **settings)
-    path.write_text(json.dumps(out))
+    part = path.with_suffix(".part")  # a row that was cut off is not there
+    part.write_text(json.dumps(out))
+    part.rename(path)
 
 
-def run(name: str, directory: Path) -> None:
+def run(name: str, directory: Path, tiny: bool) -> None:
     path = directory / f"{name}.json"
     if path.exists():
         return
     print(f"running {name}", file=sys.stderr, flush=True)
-    result = subprocess.run([sys.executable, __file__, "--child", name, str(path)], check=False,
-                            text=True, capture_output=True)
+    way, _, _, settings = ROWS.get(name, ("", "", 0, {}))
+    result = subprocess.run([sys.executable, __file__, "--child", name, str(path),
+                             *(["--tiny"] if tiny else [])], check=False, text=True,
+                            capture_output=True, env={**os.environ, **environment(way, settings)})
     if result.returncode != 0:
         lines = (result.stderr or result.stdout).strip().splitlines()
         why = lines[-1] if lines else f"exit code {result.returncode}"
@@ -71,10 +114,10 @@ def run(name: str, directory: Path) -> None:
         print(f"{name}: {'skipped' if skipped else 'failed'}: {why}", file=sys.stderr, flush=True)
 
 
-def table(directory: Path) -> str:
+def table(read: dict[str, dict[str, Any]], machine: dict[str, float] | None) -> list[str]:
     """What is there, row by row."""
-    read = {path.stem: json.loads(path.read_text()) for path in directory.glob("*.json")}
-    machine = read.pop("machine", None)
+    import limits
+
     head = ["row", "step s", "of (a)", "limit s", "limit is", "tokens/s", "TFLOP/s", "device GiB",
             "pages GiB", "host GiB", "B/param", "update s", "stall s", "hits %", "late %"]
     lines = [head]
@@ -82,13 +125,10 @@ def table(directory: Path) -> str:
         row = read.get(name)
         if row is None:
             continue
-        base = read.get("d-a4" if shape == "1B" else f"a{batch}")
+        base = read.get(BASES.get((shape, batch), ""))
         ratio = f"{row['seconds'] / base['seconds']:.3f}" if base else "–"
         limit, what = ("–", "–")
         if machine is not None:
-            sys.path.insert(0, str(HERE))
-            import limits
-
             seconds, what = limits.of_row(row, base, machine, "moments" in settings)
             limit = f"{seconds:.3f}"
         pagoda = "moved" in row
@@ -102,13 +142,34 @@ def table(directory: Path) -> str:
             f"{100 * row['hit_rate']:.1f}" if pagoda else "–",
             f"{100 * row['late']:.1f}" if pagoda else "–"])
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-    out = ["  ".join(cell.rjust(width) if i else cell.ljust(width)
-                     for i, (cell, width) in enumerate(zip(line, widths, strict=True)))
-           for line in lines]
+    return ["  ".join(cell.rjust(width) if i else cell.ljust(width)
+                      for i, (cell, width) in enumerate(zip(line, widths, strict=True)))
+            for line in lines]
+
+
+def fine_tuned(name: str, row: dict[str, Any]) -> str:
+    """Where everything was, and what was learnt."""
+    states = {tier: sum(row["holders"][tier].get(tag, 0.0) for tag in
+                        ("parameters", "gradients", "optimizer")) for tier in ("host", "nvme")}
+    used = f", {row['device_used']:.2f} with CUDA's own" if "device_used" in row else ""
+    activations = row["holders"]["host"].get("activations", 0.0)
+    return (f"{name}: loss {row['losses'][0]:.2f} to {row['losses'][-1]:.2f} in "
+            f"{len(row['losses'])} steps of text by bytes; device {row['device_total']:.2f} GiB "
+            f"({row['device_reserved']:.2f} torch's{used}); states {states['host']:.1f} GiB on the "
+            f"host, {states['nvme']:.1f} on disk; activations {activations:.2f} GiB on the host; "
+            f"process {row['host_peak'] * 2**30 / 1e9:.1f} GB")
+
+
+def report(directory: Path) -> str:
+    read = {path.stem: json.loads(path.read_text()) for path in directory.glob("*.json")}
+    machine = read.pop("machine", None)
+    out = table(read, machine)
     if machine is not None:
         out.append(f"link {machine['to_device'] / 1e9:.1f} GB/s to the device, "
                    f"{machine['to_host'] / 1e9:.1f} to the host; updates at best "
                    f"{machine['update'] / 1e9:.2f} G parameters/s; disk {machine['disk'] / 1e9:.2f} GB/s")
+    out += [fine_tuned(name, read[name]) for name, (way, *_) in ROWS.items()
+            if way == "fine_tune" and name in read]
     return "\n".join(out)
 
 
@@ -117,18 +178,19 @@ def main() -> None:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=Path("gpu-results"), metavar="DIR")
     parser.add_argument("--child", nargs=2, metavar=("ROW", "FILE"), help=argparse.SUPPRESS)
+    parser.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)  # for tests
     parser.add_argument("rows", nargs="*", metavar="ROW", help=", ".join(["machine", *ROWS]))
     options = parser.parse_args()
     if options.child:
-        child(options.child[0], Path(options.child[1]))
+        child(options.child[0], Path(options.child[1]), options.tiny)
         return
     unknown = [name for name in options.rows if name not in ROWS and name != "machine"]
     if unknown:
         parser.error(f"there is no row {unknown[0]}: there are {', '.join(['machine', *ROWS])}")
     options.results.mkdir(parents=True, exist_ok=True)
     for name in options.rows or ["machine", *ROWS]:
-        run(name, options.results)
-    print(table(options.results))
+        run(name, options.results, options.tiny)
+    print(report(options.results))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ def _memory() -> dict[str, float]:
     with open("/proc/self/status", encoding="ascii") as file:
         status = dict(line.split(":", 1) for line in file if ":" in line)
     return {"device_peak": torch.cuda.max_memory_allocated() / 2**30,
+            "device_reserved": torch.cuda.max_memory_reserved() / 2**30,
             "host_peak": int(status["VmHWM"].split()[0]) / 2**20}
 
 
@@ -28,12 +31,12 @@ def _result(model: Any, batch: int, timing: workload.Timing) -> dict[str, Any]:
     return {"seconds": seconds, "tokens": batch * workload.SEQUENCE / seconds,
             "tflops": workload.flops(model, batch) / seconds / 1e12,
             "parameters": sum(p.numel() for p in model.parameters()),
-            "losses": timing.losses, **_memory()}
+            "losses": timing.losses, "all_seconds": timing.seconds, **_memory()}
 
 
 def resident(shape: str, batch: int) -> dict[str, Any]:
     """Everything on the GPU, with as few passes over it as torch allows."""
-    with torch.device("cuda"):
+    with workload.DEVICE:
         model = workload.make_model(shape)
     workload.prepare(model)
     parameters = list(model.parameters())
@@ -43,7 +46,8 @@ def resident(shape: str, batch: int) -> dict[str, Any]:
         master.grad = torch.zeros_like(master)
     optimizer = torch.optim.AdamW(masters, lr=workload.LR, fused=True)
 
-    def update(loss: torch.Tensor) -> None:
+    def step(tokens: torch.Tensor) -> torch.Tensor:
+        loss = workload.loss_of(model, tokens)
         loss.backward()
         torch._foreach_copy_([m.grad for m in masters], [p.grad for p in parameters])
         optimizer.step()
@@ -51,8 +55,9 @@ def resident(shape: str, batch: int) -> dict[str, Any]:
             torch._foreach_copy_(parameters, masters)
         for p in parameters:
             p.grad = None
+        return loss
 
-    return _result(model, batch, workload.run(model, batch, STEPS, update))
+    return _result(model, batch, workload.run(workload.random_tokens(model, batch), STEPS, step))
 
 
 def fsdp(shape: str, batch: int) -> dict[str, Any]:
@@ -72,12 +77,14 @@ def fsdp(shape: str, batch: int) -> dict[str, Any]:
     fully_shard(model, **policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=workload.LR, fused=True)
 
-    def update(loss: torch.Tensor) -> None:
+    def step(tokens: torch.Tensor) -> torch.Tensor:
+        loss = workload.loss_of(model, tokens)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        return loss
 
-    out = _result(model, batch, workload.run(model, batch, STEPS, update))
+    out = _result(model, batch, workload.run(workload.random_tokens(model, batch), STEPS, step))
     torch.distributed.destroy_process_group()
     return out
 
@@ -88,47 +95,102 @@ def _difference(after: dict[str, Any], before: dict[str, Any], *path: str) -> in
     return int(after) - int(before)
 
 
-def pagoda(shape: str, batch: int, **config: Any) -> dict[str, Any]:
-    """Pagoda with all states off the GPU."""
+def _paging(snapshots: list[Any]) -> dict[str, Any]:
+    """What an engine did in a steady step, from its stats after each step."""
+    first, last = snapshots[min(WARM, len(snapshots) - 1) - 1], snapshots[-1]
+    count = max(1, len(snapshots) - WARM)
+    pages = {key: _difference(last, first, "pages", key)
+             for key in ("faults", "late_prefetches", "prefetch_hits")}
+    moved = sum(pages.values())
+    tiers = last["tiers"]
+    stalls = [_difference(last, first, "pages", key) for key in ("fault_stall_ns", "late_stall_ns")]
+    return {
+        "hit_rate": 1 - pages["faults"] / moved if moved else 1.0,
+        "late": pages["late_prefetches"] / moved if moved else 0.0,
+        "exposed_update": _difference(last, first, "pages", "update_stall_ns") / count / 1e9,
+        "stall": sum(stalls) / count / 1e9,
+        "moved": {key: _difference(last, first, "moved", key) / count
+                  for key in ("nvme_to_host", "host_to_nvme", "host_to_device", "device_to_host")},
+        "pages_peak": tiers["device"]["peak"] / 2**30,
+        "host_states": tiers["host"]["peak"] / 2**30,
+        "holders": {name: {tag: holder["peak"] / 2**30 for tag, holder in tier["holders"].items()}
+                    for name, tier in tiers.items()}}
+
+
+@contextmanager
+def _engine(**settings: Any) -> Iterator[Any]:
+    """Pagoda on the workload's device; `disk`: with a directory for files."""
     import pagoda as package
 
-    steps = config.pop("steps", STEPS)
     with tempfile.TemporaryDirectory() as directory:
-        nvme = {"nvme": [directory]} if config.pop("disk", False) else {}
-        settings = {"device": "cuda", "device_budget": "2GiB", "gradient_staging": "1GiB",
-                    "parameters": "host", "gradients": "host", "optimizer": "host", **config, **nvme}
-        with package.Engine(**settings) as engine:
-            with engine.build():
-                model = workload.make_model(shape)
-            engine.attach(model, lr=workload.LR)
-            workload.prepare(model)
+        if settings.pop("disk", False):
+            settings["nvme"] = [directory]
+        with package.Engine(device=workload.DEVICE, **settings) as engine:
+            yield engine
 
-            snapshots = []
 
-            def update(loss: torch.Tensor) -> None:
+def pagoda(shape: str, batch: int, **config: Any) -> dict[str, Any]:
+    """Pagoda, where `config` says."""
+    steps = config.pop("steps", STEPS)
+    with _engine(**config) as engine:
+        with engine.build():
+            model = workload.make_model(shape)
+        engine.attach(model, lr=workload.LR)
+        workload.prepare(model)
+        snapshots = []
+
+        def step(tokens: torch.Tensor) -> torch.Tensor:
+            loss = workload.loss_of(model, tokens)
+            engine.backward(loss)
+            engine.step()
+            snapshots.append(engine.stats())
+            return loss
+
+        timing = workload.run(workload.random_tokens(model, batch), steps, step)
+        return {**_result(model, batch, timing), **_paging(snapshots)}
+
+
+def fine_tune(shape: str, batch: int, *, steps: int = WARM + 9, accumulation: int = 1,
+              lr: float = 1e-4, **config: Any) -> dict[str, Any]:
+    """Pagoda on a small device: text, activations on the host, the loss without its logits."""
+    import pagoda as package
+
+    with _engine(accumulation=accumulation, **config) as engine:
+        with engine.build():
+            model = workload.make_model(shape)
+        workload.prepare(model)
+
+        def loss_of(tokens: torch.Tensor) -> torch.Tensor:
+            with engine.activations("host", in_flight="256MiB"):
+                hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state
+                labels = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=-100)
+                return package.chunked_cross_entropy(hidden, model.lm_head.weight, labels)
+
+        # attach() fills the host's budget to its end: one forward before takes what activations
+        # need of it.
+        loss_of(next(workload.text_tokens(batch // accumulation)))
+        optimizer = engine.attach(model, lr=lr)
+        warmth = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARM))
+        snapshots = []
+
+        def step(tokens: torch.Tensor) -> torch.Tensor:
+            total = torch.zeros((), device=workload.DEVICE)
+            for part in tokens.chunk(accumulation):
+                loss = loss_of(part) / accumulation
                 engine.backward(loss)
-                engine.step()
-                snapshots.append(engine.stats())
+                total += loss.detach()
+            engine.step()
+            warmth.step()
+            snapshots.append(engine.stats())
+            return total
 
-            timing = workload.run(model, batch, steps, update)
-            out = _result(model, batch, timing)
-            first, last = snapshots[min(WARM, len(snapshots) - 1) - 1], snapshots[-1]
-            count = max(1, len(snapshots) - WARM)
-            pages = {key: _difference(last, first, "pages", key)
-                     for key in ("faults", "late_prefetches", "prefetch_hits")}
-            moved = sum(pages.values())
-            out["hit_rate"] = 1 - pages["faults"] / moved if moved else 1.0
-            out["late"] = pages["late_prefetches"] / moved if moved else 0.0
-            out["exposed_update"] = _difference(last, first, "pages",
-                                                "update_stall_ns") / count / 1e9
-            out["stall"] = (_difference(last, first, "pages", "fault_stall_ns")
-                            + _difference(last, first, "pages", "late_stall_ns")) / count / 1e9
-            out["moved"] = {key: _difference(last, first, "moved", key) / count
-                            for key in ("nvme_to_host", "host_to_nvme", "host_to_device",
-                                        "device_to_host")}
-            tiers = last["tiers"]
-            out["pages_peak"] = tiers["device"]["peak"] / 2**30
-            out["host_states"] = tiers["host"]["peak"] / 2**30
+        timing = workload.run(workload.text_tokens(batch), steps, step)
+        out = {**_result(model, batch, timing), **_paging(snapshots)}
+        # Pages have memory of their own beside torch's; gradients on their way are torch's.
+        out["device_total"] = out["device_reserved"] + out["holders"]["device"]["pages"]
+        if workload.DEVICE.type == "cuda":
+            free, total = torch.cuda.mem_get_info()
+            out["device_used"] = (total - free) / 2**30  # with CUDA's own, of every process
         return out
 
 
@@ -145,8 +207,10 @@ def deepspeed(shape: str, batch: int) -> dict[str, Any]:
     workload.prepare(model)
     engine, *_ = package.initialize(model=model, config=config)
 
-    def update(loss: torch.Tensor) -> None:
+    def step(tokens: torch.Tensor) -> torch.Tensor:
+        loss = workload.loss_of(engine.module, tokens)
         engine.backward(loss)
         engine.step()
+        return loss
 
-    return _result(model, batch, workload.run(engine.module, batch, STEPS, update))
+    return _result(model, batch, workload.run(workload.random_tokens(model, batch), STEPS, step))
