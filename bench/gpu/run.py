@@ -45,6 +45,12 @@ ROWS["d-nvme"] = ("pagoda", "1B", 4, _NVME)
 ROWS["d-nvme-bf16"] = ("pagoda", "1B", 4, {**_NVME, **_COMPACT})
 ROWS["d-auto"] = ("pagoda", "1B", 4, {"device_budget": "2GiB", "gradient_staging": "1GiB",
                                       "disk": True, "host_budget": "50GiB", "nvme_budget": "32GiB"})
+# The same losses, whatever is paged.
+_PARITY = {**_HOST, "deterministic": True, "steps": 5}
+ROWS["p4"] = ("pagoda", "3B", 4, _PARITY)
+ROWS["p4-resident"] = ("pagoda", "3B", 4, {**_PARITY, "device_budget": "64GiB",
+                                           "parameters": "device", "gradients": "device",
+                                           "optimizer": "device"})
 # The embedding and the head are pages of almost 1 GiB, and so are their gradients: pages have 2 GiB,
 # gradients on their way 1, and torch 6 in all, for these and for what a layer computes.
 _SMALL = {"device_limit": "8GiB", "device_budget": "3GiB", "gradient_staging": "1GiB",
@@ -55,6 +61,7 @@ ROWS["8B-bf16"] = ("fine_tune", "8B", 4, {**_SMALL, **_COMPACT})
 
 # The row with everything on the GPU that a shape and batch are compared with.
 BASES = {("3B", 4): "a4", ("3B", 16): "a16", ("1B", 4): "d-a4"}
+PARITY = ("p4-resident", "p4")
 
 
 def environment(way: str, settings: dict[str, Any]) -> dict[str, str]:
@@ -62,6 +69,8 @@ def environment(way: str, settings: dict[str, Any]) -> dict[str, str]:
     out = {}
     if way == "fine_tune":  # sizes of all kinds in little memory: without gaps
         out["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    if settings.get("deterministic"):
+        out["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     return out
 
 
@@ -147,6 +156,18 @@ def table(read: dict[str, dict[str, Any]], machine: dict[str, float] | None) -> 
             for line in lines]
 
 
+def parity(read: dict[str, dict[str, Any]]) -> list[str]:
+    """Whether the losses of a run with everything resident are those of a paged one."""
+    if any(name not in read for name in PARITY):
+        return []
+    resident, paged = (read[name]["losses"] for name in PARITY)
+    text = f"parity of {' and '.join(PARITY)}: "
+    for step, (a, b) in enumerate(zip(resident, paged, strict=True), 1):
+        if a != b:
+            return [text + f"the loss of step {step} differs: {a!r} and {b!r}"]
+    return [text + f"{len(paged)} losses equal bit for bit, {paged[0]:.6f} to {paged[-1]:.6f}"]
+
+
 def fine_tuned(name: str, row: dict[str, Any]) -> str:
     """Where everything was, and what was learnt."""
     states = {tier: sum(row["holders"][tier].get(tag, 0.0) for tag in
@@ -168,6 +189,7 @@ def report(directory: Path) -> str:
         out.append(f"link {machine['to_device'] / 1e9:.1f} GB/s to the device, "
                    f"{machine['to_host'] / 1e9:.1f} to the host; updates at best "
                    f"{machine['update'] / 1e9:.2f} G parameters/s; disk {machine['disk'] / 1e9:.2f} GB/s")
+    out += parity(read)
     out += [fine_tuned(name, read[name]) for name, (way, *_) in ROWS.items()
             if way == "fine_tune" and name in read]
     return "\n".join(out)
