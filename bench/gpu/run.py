@@ -59,6 +59,12 @@ ROWS["8B"] = ("fine_tune", "8B", 4, _SMALL)
 ROWS["8B-x4"] = ("fine_tune", "8B", 16, {**_SMALL, "accumulation": 4, "steps": 7})
 ROWS["8B-bf16"] = ("fine_tune", "8B", 4, {**_SMALL, **_COMPACT})
 
+# Rows that are run when they are named: each writes DIR/ROW.perfetto.json.gz, for ui.perfetto.dev and
+# picture.py.
+TRACES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
+    f"c{batch}-trace": ("traced", "3B", batch, _HOST) for batch in (4, 16)}
+ALL = {**ROWS, **TRACES}
+
 # The row with everything on the GPU that a shape and batch are compared with.
 BASES = {("3B", 4): "a4", ("3B", 16): "a16", ("1B", 4): "d-a4"}
 PARITY = ("p4-resident", "p4")
@@ -97,10 +103,12 @@ def child(name: str, path: Path, tiny: bool) -> None:
         import ways
         import workload
 
-        way, shape, batch, settings = ROWS[name]
+        way, shape, batch, settings = ALL[name]
         if tiny:
             workload.shrink()
             settings = shrunk(settings, workload.SHRUNK)
+        if name in TRACES:
+            settings = {**settings, "trace": path.with_suffix(".perfetto.json.gz")}
         out = getattr(ways, way)(shape, batch, **settings)
     part = path.with_suffix(".part")  # a row that was cut off is not there
     part.write_text(json.dumps(out))
@@ -112,7 +120,7 @@ def run(name: str, directory: Path, tiny: bool) -> None:
     if path.exists():
         return
     print(f"running {name}", file=sys.stderr, flush=True)
-    way, _, _, settings = ROWS.get(name, ("", "", 0, {}))
+    way, _, _, settings = ALL.get(name, ("", "", 0, {}))
     result = subprocess.run([sys.executable, __file__, "--child", name, str(path),
                              *(["--tiny"] if tiny else [])], check=False, text=True,
                             capture_output=True, env={**os.environ, **environment(way, settings)})
@@ -201,14 +209,14 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=Path("gpu-results"), metavar="DIR")
     parser.add_argument("--child", nargs=2, metavar=("ROW", "FILE"), help=argparse.SUPPRESS)
     parser.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)  # for tests
-    parser.add_argument("rows", nargs="*", metavar="ROW", help=", ".join(["machine", *ROWS]))
+    parser.add_argument("rows", nargs="*", metavar="ROW", help=", ".join(["machine", *ALL]))
     options = parser.parse_args()
     if options.child:
         child(options.child[0], Path(options.child[1]), options.tiny)
         return
-    unknown = [name for name in options.rows if name not in ROWS and name != "machine"]
+    unknown = [name for name in options.rows if name not in ALL and name != "machine"]
     if unknown:
-        parser.error(f"there is no row {unknown[0]}: there are {', '.join(['machine', *ROWS])}")
+        parser.error(f"there is no row {unknown[0]}: there are {', '.join(['machine', *ALL])}")
     options.results.mkdir(parents=True, exist_ok=True)
     for name in options.rows or ["machine", *ROWS]:
         run(name, options.results, options.tiny)

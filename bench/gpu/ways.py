@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -149,6 +153,58 @@ def pagoda(shape: str, batch: int, **config: Any) -> dict[str, Any]:
 
         timing = workload.run(workload.random_tokens(model, batch), steps, step)
         return {**_result(model, batch, timing), **_paging(snapshots)}
+
+
+def _merged(engine: Path, profile: Path, origin_ns: int) -> dict[str, Any]:
+    """One trace of two: the engine's, whose zero was at `origin_ns` of the system's clock, and what
+    torch's profiler saw on the device, by its own clock of the same kind."""
+    out: dict[str, Any] = json.loads(engine.read_text())
+    for event in out["traceEvents"]:
+        event["pid"] = 1 << 30  # the profiler's numbers are those of processes and devices
+    kernels = json.loads(profile.read_text())
+    later = (kernels["baseTimeNanoseconds"] - origin_ns) / 1e3
+    for event in kernels["traceEvents"]:
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset", "cpu_op"):
+            out["traceEvents"].append({**event, "ts": event["ts"] + later})
+        elif event["ph"] == "M":
+            out["traceEvents"].append(event)
+    return out
+
+
+def traced(shape: str, batch: int, *, trace: Path, **config: Any) -> dict[str, Any]:
+    """Pagoda, of which one steady step is written to `trace` (gzip) for ui.perfetto.dev: what the
+    engine did on the host and what ran on the device when. Its time is not to be compared: to be
+    watched costs."""
+    from torch.profiler import ProfilerActivity, profile, schedule
+
+    shown = WARM + 2
+    on_device = workload.DEVICE.type == "cuda"
+    activity = ProfilerActivity.CUDA if on_device else ProfilerActivity.CPU
+    with tempfile.TemporaryDirectory() as directory:
+        mine, kernels = Path(directory) / "engine.json", Path(directory) / "kernels.json"
+        with _engine(trace=mine, trace_steps=str(shown), **config) as engine, profile(
+                activities=[activity], schedule=schedule(wait=shown - 2, warmup=1, active=1),
+                on_trace_ready=lambda done: done.export_chrome_trace(str(kernels))) as profiler:
+            with engine.build():
+                model = workload.make_model(shape)
+            engine.attach(model, lr=workload.LR)
+            workload.prepare(model)
+            ends: list[int] = []  # of each step(): there the engine's recording begins
+
+            def step(tokens: torch.Tensor) -> torch.Tensor:
+                if ends:
+                    profiler.step()
+                loss = workload.loss_of(model, tokens)
+                engine.backward(loss)
+                engine.step()
+                ends.append(time.time_ns())
+                return loss
+
+            timing = workload.run(workload.random_tokens(model, batch), shown, step)
+            profiler.step()
+        with gzip.open(trace, "wt") as file:
+            json.dump(_merged(mine, kernels, ends[shown - 2]), file)
+    return _result(model, batch, timing)
 
 
 def fine_tune(shape: str, batch: int, *, steps: int = WARM + 9, accumulation: int = 1,

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The GPU's table, made on the CPU with a 4096th of everything: the rows run, what is there is not
-run again, and the lines below the table say what they should."""
+run again, the lines below the table say what they should, and a traced step can be drawn."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import torch
 GPU = Path(__file__).parents[2] / "bench" / "gpu"
 sys.path.insert(0, str(GPU))
 
+import picture
 import run as bench
 
 if torch.cuda.is_available():
@@ -63,23 +65,50 @@ def test_text_is_learnt(results: Path) -> None:
     assert losses[-1] < losses[0] - 0.2
 
 
-def test_the_command_goes_on_where_it_was(results: Path) -> None:
+def test_the_command_goes_on_where_it_was(results: Path, tmp_path: Path) -> None:
     before = {path.name: path.stat().st_mtime_ns for path in results.iterdir()}
-    (results / "c4.part").write_text("{")  # of a run that was cut off
+    (results / "c4-trace.part").write_text("{")  # of a run that was cut off
     done = subprocess.run(
         [sys.executable, str(GPU / "run.py"), "--tiny", "--results", str(results),
-         "p4", "p4-resident", "8B", "c4"], check=True, text=True, capture_output=True, timeout=200,
-        env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert done.stderr.splitlines() == ["running c4"]
+         "p4", "p4-resident", "8B", "c4-trace"], check=True, text=True, capture_output=True,
+        timeout=200, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.stderr.splitlines() == ["running c4-trace"]
     assert before.items() <= {path.name: path.stat().st_mtime_ns
                               for path in results.iterdir()}.items()
     lines = done.stdout.splitlines()
-    assert [line.split()[0] for line in lines[:5]] == ["row", "c4", "p4", "p4-resident", "8B"]
-    assert len({len(line) for line in lines[:5]}) == 1
-    assert lines[4].split()[4] == "disk"
-    assert lines[5].startswith("link 50.0 GB/s")
-    assert "5 losses equal bit for bit" in lines[6]
-    assert lines[7].startswith("8B: loss ")
+    assert [line.split()[0] for line in lines[:4]] == ["row", "p4", "p4-resident", "8B"]
+    assert len({len(line) for line in lines[:4]}) == 1
+    assert lines[3].split()[4] == "disk"
+    assert lines[4].startswith("link 50.0 GB/s")
+    assert "5 losses equal bit for bit" in lines[5]
+    assert lines[6].startswith("8B: loss ")
+
+    events = picture.read(results / "c4-trace.perfetto.json.gz")
+    # The profiler's clock and the engine's agree: an operator is there in both, at its time.
+    ours, theirs = ([e for e in events if e.get("cat") == category and e["name"] == "aten::embedding"]
+                    for category in ("operator", "cpu_op"))
+    assert min(abs(a["ts"] - b["ts"]) for a in ours for b in theirs) < 5000
+    drawn = picture.draw(events)
+    assert "launching threads" in drawn
+    assert "updates on the host" in drawn
+    ElementTree.fromstring(drawn)
+
+
+def test_a_bar_is_as_high_as_its_share() -> None:
+    def slice_of(category: str, name: str, begin: float, end: float) -> dict[str, Any]:
+        return {"cat": category, "name": name, "ts": begin, "dur": end - begin, "tid": 1}
+
+    events = [slice_of("engine", "step", 990, 1000), slice_of("kernel", "nvjet_gemm", 0, 500),
+              slice_of("kernel", "flash_bwd", 500, 750), slice_of("kernel", "nvjet_gemm", -9, 3),
+              slice_of("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 900, 2000)]
+    assert picture.last_step(events) == (0.0, 1000)
+    drawn = picture.draw(events)
+    assert "75 % of the time" in drawn
+    assert "10 % of the time" in drawn
+    half = picture.COLUMNS // 2
+    assert f"M{picture.LEFT} {picture.TOP + picture.LANE}h{half}v-{picture.LANE}h-{half}z" in drawn
+    thin = [(float(i), i + 0.25) for i in range(1000)]
+    assert all(abs(share - 0.25) < 0.1 for share in picture.shares(thin, (0, 1000)))
 
 
 def test_losses_that_differ_are_named() -> None:
