@@ -512,3 +512,19 @@ def test_generating_and_evaluating_between_steps_change_nothing() -> None:
     expected = plain.generate(tokens(0, 4), max_new_tokens=6, do_sample=False, pad_token_id=0)
     assert torch.equal(written, expected)
     assert all(torch.equal(value, before[name]) for name, value in parity.values(model).items())
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_parameters_replaced_while_building(steps: int) -> None:
+    """Their storages die among births, and the engine forgets them, whatever it does then."""
+    with pagoda.Engine(device="cpu", device_budget="1MiB", gradient_staging="64KiB",
+                       parameters="host") as engine:
+        with engine.build():
+            model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+            model[0].weight = model[3].weight
+        engine.attach(model)
+        for _ in range(steps):
+            engine.backward(model(torch.ones(1, 64)).sum())
+            engine.step()
+            assert engine.stats()["tiers"]["host"]["holders"]["parameters"]["used"] == sum(
+                p.nbytes for p in model.parameters())

@@ -177,6 +177,11 @@ void Pager::recount(Page& page, const Lock& /*lock*/) noexcept {
   spare_ = spare ? spare_ + page.bytes() : spare_ - page.bytes();
 }
 
+void Pager::bury_dead() {
+  const Lock lock(mutex_);
+  bury(lock);
+}
+
 void Pager::bury(const Lock& lock) {
   if (!any_dead_.load(std::memory_order_acquire)) return;
   const std::lock_guard graves(graveyard_mutex_);

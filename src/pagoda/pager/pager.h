@@ -78,6 +78,8 @@ class Pager {
   void set_binding(Page& page, Binding* binding);
   /// Forgets a page whose storage is gone. Its bytes are given back at the next call that may wait.
   void storage_died(Page& page) noexcept;
+  /// …which is this one: no binding of a storage that has died is called after it.
+  void bury_dead();
   /// Forgets a page; nobody touches it any more.
   void drop(Page& page);
 

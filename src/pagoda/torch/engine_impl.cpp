@@ -222,11 +222,16 @@ void Engine::Impl::sweep() {
   // Now and then: their weak references keep torch from using an address again before that.
   if (++births_since_sweep_ < storages_.size()) return;
   births_since_sweep_ = 0;
-  std::erase_if(storages_, [](auto& entry) {
-    if (entry.second->alive()) return false;
-    torch::StorageTable::instance().erase(entry.second->key());
-    return true;
-  });
+  std::vector<const c10::StorageImpl*> gone;
+  for (const auto& [key, storage] : storages_) {
+    if (storage->gone()) gone.push_back(key);
+  }
+  if (gone.empty()) return;
+  runtime_->pager().bury_dead();  // before the bindings go
+  for (const c10::StorageImpl* key : gone) {
+    torch::StorageTable::instance().erase(key);
+    storages_.erase(key);
+  }
 }
 
 void Engine::Impl::check_trainable(const at::Tensor& tensor, const std::string& name) const {

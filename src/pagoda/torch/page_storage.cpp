@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "pagoda/torch/page_storage.h"
 
+#include <atomic>
 #include <utility>
 
 #include <c10/core/StorageImpl.h>
@@ -26,10 +27,12 @@ struct PageStorage::Tie {
   pager::Pager* pager;
   pager::Page* page;
   io::OwnerProcess owner = {};
+  std::atomic<bool> told = false;
 
   static void died(void* context) {
     auto* tie = static_cast<Tie*>(context);
     if (tie->owner.here()) tie->pager->storage_died(*tie->page);  // a fork's locks are as they were
+    tie->told.store(true, std::memory_order_release);
   }
 };
 
@@ -52,7 +55,11 @@ PageStorage::~PageStorage() {
 
 void PageStorage::watch(pager::Page& page) {
   page_ = &page;
-  tie_ = std::make_unique<Tie>(Tie{&pager_, &page});
+  tie_ = std::make_unique<Tie>(&pager_, &page);
+}
+
+bool PageStorage::gone() const noexcept {
+  return tie_ == nullptr ? !alive() : tie_->told.load(std::memory_order_acquire);
 }
 
 /// Points the storage at `data`. What it pointed at before is freed, unless that was ours.

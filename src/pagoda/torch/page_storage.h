@@ -38,6 +38,8 @@ class PageStorage final : public pager::Binding {
 
   c10::StorageImpl* key() const noexcept { return key_; }
   bool alive() const noexcept { return !storage_.expired(); }
+  /// The storage is gone, and the pager has been told.
+  bool gone() const noexcept;
   pager::Page* page() const noexcept { return page_; }
   pager::Pager& pager() const noexcept { return pager_; }
   ObserverClient& client() const noexcept { return client_; }
