@@ -35,6 +35,7 @@ struct Flags {
   double seconds = 1;
   unsigned rounds = 5;
   std::string engine = "auto";
+  std::string only;
   bool small_pages = false;
   bool json = false;
 };
@@ -194,6 +195,7 @@ void run_bench(const Flags& flags) {
   for (const auto& [kind, name] : {std::pair(DiskLoad::Kind::Read, "read"),
                                    {DiskLoad::Kind::Write, "write"},
                                    {DiskLoad::Kind::Mixed, "mixed"}}) {
+    if (!flags.only.empty() && flags.only != name) continue;
     load.kind = kind;
     std::vector<double> limits;
     std::vector<std::vector<double>> values(contestants.size());
@@ -247,6 +249,8 @@ void add_bench_io(CLI::App& bench) {
   command->add_option("--rounds", flags->rounds, "Measurements of each kind; the median counts")
       ->capture_default_str();
   command->add_option("--engine", flags->engine, "auto, uring or posix")->capture_default_str();
+  command->add_option("--only", flags->only, "One kind: read, write or mixed")
+      ->check(CLI::IsMember({"read", "write", "mixed"}));
   command->add_flag("--small-pages", flags->small_pages,
                     "Our buffers on 4 KiB pages, as fio's are, instead of huge ones");
   command->add_flag("--json", flags->json, "One JSON object instead of a table");

@@ -55,8 +55,8 @@ ROWS["p4-resident"] = ("pagoda", "3B", 4, {**_PARITY, "device_budget": "64GiB",
 # gradients on their way 1, and torch 6 in all, for these and for what a layer computes.
 _SMALL = {"device_limit": "8GiB", "device_budget": "3GiB", "gradient_staging": "1GiB",
           "host_budget": "99GiB", "nvme_budget": "32GiB", "disk": True}
-ROWS["8B"] = ("fine_tune", "8B", 4, _SMALL)
-ROWS["8B-x4"] = ("fine_tune", "8B", 16, {**_SMALL, "accumulation": 4, "steps": 7})
+ROWS["8B"] = ("fine_tune", "8B", 4, {**_SMALL, "master": "split"})
+ROWS["8B-x4"] = ("fine_tune", "8B", 16, {**_SMALL, "master": "split", "accumulation": 4, "steps": 6})
 ROWS["8B-bf16"] = ("fine_tune", "8B", 4, {**_SMALL, **_COMPACT})
 
 # Rows that are run when they are named: each writes DIR/ROW.perfetto.json.gz, for ui.perfetto.dev and
@@ -121,12 +121,23 @@ def run(name: str, directory: Path, tiny: bool) -> None:
         return
     print(f"running {name}", file=sys.stderr, flush=True)
     way, _, _, settings = ALL.get(name, ("", "", 0, {}))
-    result = subprocess.run([sys.executable, __file__, "--child", name, str(path),
-                             *(["--tiny"] if tiny else [])], check=False, text=True,
-                            capture_output=True, env={**os.environ, **environment(way, settings)})
-    if result.returncode != 0:
-        lines = (result.stderr or result.stdout).strip().splitlines()
-        why = lines[-1] if lines else f"exit code {result.returncode}"
+    process = subprocess.Popen([sys.executable, __file__, "--child", name, str(path),
+                                *(["--tiny"] if tiny else [])], text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                               env={**os.environ, **environment(way, settings)})
+    assert process.stdout is not None
+    why = ""
+    try:
+        for line in process.stdout:
+            if line.startswith("step "):
+                print(f"{name}: {line}", end="", file=sys.stderr, flush=True)
+            elif line.strip():
+                why = line.strip()
+    except KeyboardInterrupt:
+        process.kill()
+        raise
+    if process.wait() != 0:
+        why = why or f"exit code {process.returncode}"
         skipped = "No module named" in why
         print(f"{name}: {'skipped' if skipped else 'failed'}: {why}", file=sys.stderr, flush=True)
 

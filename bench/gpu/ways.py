@@ -136,7 +136,7 @@ def _engine(**settings: Any) -> Iterator[Any]:
 def pagoda(shape: str, batch: int, **config: Any) -> dict[str, Any]:
     """Pagoda, where `config` says. `deterministic`: kernels that always give the same bits."""
     steps = config.pop("steps", STEPS)
-    torch.use_deterministic_algorithms(config.pop("deterministic", False), warn_only=True)
+    torch.use_deterministic_algorithms(config.pop("deterministic", False))
     with _engine(**config) as engine:
         with engine.build():
             model = workload.make_model(shape)

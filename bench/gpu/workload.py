@@ -4,6 +4,7 @@ weights, SDPA, activation checkpointing, AdamW with fp32 masters; random tokens,
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -128,5 +129,7 @@ def run(tokens: Iterator[torch.Tensor], steps: int,
         loss = step(batch)
         out.losses.append(loss.item())
         out.seconds.append(time.perf_counter() - began)
+        print(f"step {len(out.losses)} of {steps}: {out.seconds[-1]:.2f} s, loss {out.losses[-1]:.4f}",
+              file=sys.stderr, flush=True)
     wait()
     return out

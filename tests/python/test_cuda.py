@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -74,3 +76,18 @@ def test_activations_free_the_device() -> None:
         x.grad = None
     assert peaks[0] > 380 << 20
     assert peaks[1] < 160 << 20
+
+
+def test_raw_pointers() -> None:
+    """A CUDA graph and a Triton kernel get an error that names the page, and work under a pin."""
+    root = Path(__file__).parents[2]
+    result = subprocess.run(
+        [sys.executable, str(root / "examples" / "python" / "raw_pointers.py"), "--compile"],
+        check=False, text=True, capture_output=True, timeout=250,
+        env={**os.environ, "PYTHONPATH": str(root / "python")})
+    assert result.returncode == 0, result.stdout + result.stderr
+    for way in ("captured", "by_triton"):
+        assert f"{way}: page '" in result.stdout, result.stdout
+        assert f"{way}: pinned, it works" in result.stdout, result.stdout
+    assert result.stdout.count("engine.pin") == 2
+    assert "compiled: works without a pin" in result.stdout

@@ -83,6 +83,8 @@ class Stream : public std::enable_shared_from_this<Stream> {
   /// issued, so this is cheap.
   Mark mark();
 
+  /// Whether what is issued now becomes part of a CUDA graph instead of running.
+  virtual bool capturing() const { return false; }
   /// Whether all work is over.
   bool idle();
   /// Waits until all work issued so far is over. Rethrows its first failure, once; the stream is

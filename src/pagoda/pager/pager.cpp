@@ -202,6 +202,7 @@ void Pager::bury(const Lock& lock) {
 void Pager::touch(std::span<const Access> accesses, std::uint8_t mode, device::Stream* consumer) {
   Lock lock(mutex_);
   bury(lock);
+  if (consumer != nullptr && consumer->capturing()) return touch_held(accesses, lock);
   bool writes = debts_ != nullptr && std::any_of(accesses.begin(), accesses.end(),
                                                  [](const Access& access) { return access.write; });
   for (;;) {
@@ -285,6 +286,27 @@ void Pager::touch(std::span<const Access> accesses, std::uint8_t mode, device::S
       if (held.page->pins == 0) drop_copy(*held.page, relock);
     }
     throw;
+  }
+}
+
+/// Into a CUDA graph, which will read the same addresses whenever it is replayed: only what is held
+/// there may be read. Such pages have arrived, so nothing is to be waited for.
+void Pager::touch_held(std::span<const Access> accesses, const Lock& lock) {
+  for (const Access& access : accesses) {
+    const std::string& name = access.page->name;
+    if (access.write) {
+      throw UserError(fmt::format("page '{}' is written by an operator of a CUDA graph", name));
+    }
+    if (access.page->holds == 0) {
+      throw NotHeld(fmt::format("page '{}' is read while a CUDA graph is captured, which will be "
+                                "replayed with the addresses of now: for as long as it lives, {}",
+                                name, options_.pin_advice));
+    }
+  }
+  for (const Access& access : accesses) {
+    ++access.page->pins;
+    recount(*access.page, lock);
+    pins_of_this_thread.push_back(access.page);
   }
 }
 
@@ -523,6 +545,7 @@ void Pager::unpin_all(std::span<const Access> accesses, const Lock& lock) noexce
 void Pager::hold(Page& page, device::Stream* consumer) {
   const Access access{&page, false};
   touch({&access, 1}, 0, consumer);
+  if (consumer != nullptr) await_copies({&access, 1});  // a pointer may go to any stream
   const Lock lock(mutex_);
   ++page.holds;
   pins_of_this_thread.pop_back();  // touch() has just put it there

@@ -20,6 +20,12 @@
 
 namespace pagoda::pager {
 
+/// A page that may move was about to be captured into a CUDA graph. Nothing else has happened.
+class NotHeld : public UserError {
+ public:
+  using UserError::UserError;
+};
+
 /// A page and what an operator does with it.
 struct Access {
   Page* page = nullptr;
@@ -189,6 +195,7 @@ class Pager {
     return tiers_.device()->kind() == device::DeviceKind::Host &&
            tiers_.device()->checker() == nullptr;
   }
+  void touch_held(std::span<const Access> accesses, const Lock& lock);
   void await_copies(std::span<const Access> accesses);
   void tell_checker(std::span<const Access> accesses, device::Stream* consumer) const;
   [[noreturn]] void used_early(const Page& page) const;

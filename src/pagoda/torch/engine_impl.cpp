@@ -88,7 +88,13 @@ ThreadPool& Engine::Impl::activation_pool() {
 }
 
 std::string Engine::Impl::touch_failed(std::exception_ptr error) noexcept {
-  runtime_->fail(std::move(error));
+  try {
+    std::rethrow_exception(error);
+  } catch (const pager::NotHeld& mistake) {  // of the operator's caller, who may go on
+    return mistake.what();
+  } catch (...) {
+    runtime_->fail(std::current_exception());
+  }
   try {
     runtime_->check();
   } catch (const std::exception& cause) {  // the first error: with its page, path and errno

@@ -172,6 +172,12 @@ void CudaStream::do_wait(Event& event, OnFailure on_failure) {
   });
 }
 
+bool CudaStream::capturing() const {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  check(runtime().StreamIsCapturing(stream_, &status), "cudaStreamIsCapturing");
+  return status != cudaStreamCaptureStatusNone;
+}
+
 bool CudaStream::do_idle() {
   const DeviceGuard guard(index_);
   const bool over = is_over(runtime().StreamQuery(stream_), "cudaStreamQuery");

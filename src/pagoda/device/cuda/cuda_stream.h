@@ -50,6 +50,8 @@ class CudaStream final : public Stream {
              std::uint64_t id);
   ~CudaStream() override;
 
+  bool capturing() const override;
+
   /// An id for a native stream that is wrapped for the first time.
   static std::uint64_t wrapped_id() { return next_id(); }
 

@@ -17,8 +17,8 @@ namespace pagoda::device::cuda {
   X(FreeHost) X(GetDevice) X(GetDeviceCount) X(GetDeviceProperties) X(GetErrorName)       \
   X(GetErrorString) X(GetLastError) X(HostRegister) X(HostUnregister) X(LaunchHostFunc)   \
   X(Malloc) X(MallocHost) X(MemGetInfo) X(MemcpyAsync) X(MemsetAsync) X(SetDevice)        \
-  X(StreamCreateWithPriority) X(StreamDestroy) X(StreamQuery) X(StreamSynchronize)        \
-  X(StreamWaitEvent)
+  X(StreamCreateWithPriority) X(StreamDestroy) X(StreamIsCapturing) X(StreamQuery)        \
+  X(StreamSynchronize) X(StreamWaitEvent)
 // clang-format on
 
 /// The functions this backend calls, named as in the runtime. Filled once, then constant.
