@@ -208,7 +208,7 @@ def traced(shape: str, batch: int, *, trace: Path, **config: Any) -> dict[str, A
 
 
 def fine_tune(shape: str, batch: int, *, steps: int = WARM + 9, accumulation: int = 1,
-              lr: float = 1e-4, **config: Any) -> dict[str, Any]:
+              lr: float = 2e-5, **config: Any) -> dict[str, Any]:
     """Pagoda on a small device: text, activations on the host, the loss without its logits."""
     import pagoda as package
 

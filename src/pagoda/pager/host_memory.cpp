@@ -10,7 +10,10 @@ namespace {
 constexpr Bytes kPage = 4096;
 // From here on huge pages pay.
 constexpr Bytes kHuge = 4_MiB;
-constexpr Bytes kLargestSlab = 1_GiB;
+// From here on a block is a slab of its own: locking it costs little more than writing it once, and
+// nothing is left over at its end.
+constexpr Bytes kAlone = 64_MiB;
+constexpr Bytes kLargestSlab = 256_MiB;
 
 AlignedBuffer plain_buffer(Bytes bytes) {
   return AlignedBuffer(bytes, bytes < kPage ? 64 : kPage,
@@ -31,7 +34,7 @@ HostBlock HostMemory::allocate(Bytes bytes, std::string_view tag, std::string_vi
   }
   const std::lock_guard lock(mutex_);
   const Bytes wanted = align_up(bytes, kPage);
-  const Bytes slab_bytes = next_slab(tag, wanted);
+  const Bytes slab_bytes = wanted >= kAlone ? wanted : next_slab(tag, wanted);
   if (const auto expected = expected_.find(tag); expected != expected_.end()) {
     expected->second -= std::min(expected->second, wanted);
   }

@@ -38,7 +38,7 @@ class HostBlock {
 class HostMemory {
  public:
   /// Pinned memory is taken in slabs: of `slab` bytes at first, larger ones the more there is, so
-  /// that what is left over at their ends stays a small part.
+  /// that what is left over at their ends stays a small part. Large blocks have one each.
   HostMemory(std::shared_ptr<device::Device> device, Budget& budget, Bytes slab);
 
   /// Aligned for O_DIRECT from a page of bytes on. BudgetExceeded when the budget is full.
