@@ -54,7 +54,8 @@ ROWS["p4-resident"] = ("pagoda", "3B", 4, {**_PARITY, "device_budget": "64GiB",
 # The embedding and the head are pages of almost 1 GiB, and so are their gradients: pages have 2 GiB,
 # gradients on their way 1, and torch 6 in all, for these and for what a layer computes.
 _SMALL = {"device_limit": "8GiB", "device_budget": "3GiB", "gradient_staging": "1GiB",
-          "host_budget": "99GiB", "nvme_budget": "32GiB", "disk": True}
+          "host_budget": "99GiB", "activation_reserve": "3GiB", "nvme_budget": "32GiB",
+          "disk": True}
 ROWS["8B"] = ("fine_tune", "8B", 4, {**_SMALL, "master": "split"})
 ROWS["8B-x4"] = ("fine_tune", "8B", 16, {**_SMALL, "master": "split", "accumulation": 4, "steps": 6})
 ROWS["8B-bf16"] = ("fine_tune", "8B", 4, {**_SMALL, **_COMPACT})

@@ -223,9 +223,6 @@ def fine_tune(shape: str, batch: int, *, steps: int = WARM + 9, accumulation: in
                 labels = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=-100)
                 return package.chunked_cross_entropy(hidden, model.lm_head.weight, labels)
 
-        # attach() fills the host's budget to its end: one forward before takes what activations
-        # need of it.
-        loss_of(next(workload.text_tokens(batch // accumulation)))
         optimizer = engine.attach(model, lr=lr)
         warmth = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARM))
         snapshots = []

@@ -204,3 +204,25 @@ def test_memory_is_less_by_what_was_saved(tmp_path: Path) -> None:
     assert with_nvme["most"] < 160 << 20
     assert with_nvme["sum"] == without["sum"]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_states_leave_what_was_reserved(tmp_path: Path) -> None:
+    """Without a reserve a model's states fill the host, and activations would go to disk."""
+    where = []
+    for reserve in ("0", "8MiB"):
+        engine = pagoda.Engine(device="cpu", device_budget="8MiB", gradient_staging="2MiB",
+                               host_budget="32MiB", activation_reserve=reserve, nvme=[tmp_path],
+                               nvme_budget="64MiB", staging="64KiB", update_chunk="64KiB")
+        with engine.build():
+            model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(12)))
+        engine.attach(model)
+        with engine.activations("host"):
+            loss = model(torch.ones(128, 512)).square().mean()
+        tiers = engine.stats()["tiers"]
+        where.append([tier for tier in ("host", "nvme") if "activations" in tiers[tier]["holders"]])
+        assert tiers["nvme"]["holders"]["optimizer"]["used"] > 0
+        engine.backward(loss)
+        engine.step()
+        engine.close()
+    assert where[1] == ["host"]
+    assert where[0] != ["host"]

@@ -49,6 +49,7 @@ void check_budgets(const Config& config) {
     fits("device_budget", config.device_budget, "device_limit", *config.device_limit);
   }
   fits("gradient_staging", config.gradient_staging, "device_budget", config.device_budget);
+  fits("activation_reserve", config.activation_reserve, "host_budget", config.host_budget);
   fits("staging", config.staging, "host_budget", config.host_budget);
   fits("update_chunk times update_buffers", config.update_chunk * config.update_buffers,
        "host_budget", config.host_budget);

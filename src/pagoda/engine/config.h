@@ -45,6 +45,7 @@ struct Config {
   Bytes gradient_staging = 0;
   std::optional<Bytes> device_limit;
   Bytes host_budget = 0;
+  Bytes activation_reserve = 0;
   Bytes nvme_budget = 0;
   std::vector<std::string> nvme;
   Placement parameters = Placement::Auto;

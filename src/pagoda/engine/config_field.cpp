@@ -210,6 +210,8 @@ std::vector<ConfigField> make_fields() {
       optional_bytes(PAGODA_FIELD(device_limit),
                      "Device memory for everything, activations and workspaces included"),
       bytes(PAGODA_FIELD(host_budget), "Host memory for all that lies there; 0: no limit"),
+      bytes(PAGODA_FIELD(activation_reserve),
+            "Part of host_budget that a model's states leave to activations"),
       bytes(PAGODA_FIELD(nvme_budget),
             "Bytes of files for all that lies there; 0: half of what is free"),
       list(PAGODA_FIELD(nvme), "Directories for files; stripes go round them"),

@@ -80,8 +80,10 @@ Updater::Updater(pager::Pager& pager, ThreadPool& pool, Options options)
   const Bytes bytes = options_.chunk * (4 + 4 + 4 + 4 + 4) + 4 * StateLayout::kAlignment;
   for (unsigned i = 0; i < options_.buffers; ++i) {
     slots_.push_back(std::make_unique<Slot>());
-    slots_.back()->buffer =
-        pager_.tiers().host().allocate(bytes, pager::tag::kStaging, "update buffer");
+    if (!pager_.tiers().all_in_place()) {
+      slots_.back()->buffer =
+          pager_.tiers().host().allocate(bytes, pager::tag::kStaging, "update buffer");
+    }
     free_.push_back(slots_.back().get());
   }
   thread_ = std::jthread([this] {

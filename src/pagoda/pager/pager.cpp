@@ -298,9 +298,10 @@ void Pager::touch_held(std::span<const Access> accesses, const Lock& lock) {
       throw UserError(fmt::format("page '{}' is written by an operator of a CUDA graph", name));
     }
     if (access.page->holds == 0) {
-      throw NotHeld(fmt::format("page '{}' is read while a CUDA graph is captured, which will be "
-                                "replayed with the addresses of now: for as long as it lives, {}",
-                                name, options_.pin_advice));
+      throw NotHeld(
+          fmt::format("page '{}' is read while a CUDA graph is captured, which will be "
+                      "replayed with the addresses of now: for as long as it lives, {}",
+                      name, options_.pin_advice));
     }
   }
   for (const Access& access : accesses) {

@@ -66,6 +66,8 @@ class Tiers {
   bool in_place(const Home& home) const noexcept {
     return home.tier() == Tier::Host || (home.tier() == Tier::Device && device_is_host());
   }
+  /// Whether that is so for every home there can be.
+  bool all_in_place() const noexcept { return device_is_host() && swap_ == nullptr; }
   /// Whether the host may read and write device memory itself.
   bool device_is_host() const noexcept;
   const std::shared_ptr<device::Device>& device() const noexcept { return options_.device; }

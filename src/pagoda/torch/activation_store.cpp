@@ -44,6 +44,7 @@ struct ActivationStore::Kept {
 namespace {
 
 constexpr std::string_view kActivations = "activations";
+constexpr Bytes kStaging = 8_MiB;
 
 c10::Storage empty_storage(Bytes bytes, c10::Device device) {
   const at::Tensor flat = at::empty({static_cast<std::int64_t>(bytes)},
@@ -91,6 +92,10 @@ std::optional<ActivationStore::Saved> ActivationStore::pack(const at::Tensor& te
   pager::Home home;
   try {
     home = tiers_.allocate(bytes, options_.placement, kActivations, "saved for backward");
+    if (copies_ != nullptr && home.tier() == pager::Tier::Nvme && staging_.data() == nullptr) {
+      // Now: when the copy runs, the host may be full.
+      staging_ = tiers_.host().allocate(kStaging, pager::tag::kStaging, "saved for backward");
+    }
   } catch (const UserError&) {
     return std::nullopt;
   }
@@ -138,12 +143,12 @@ void ActivationStore::write(const std::shared_ptr<Kept>& kept) {
                               kActivations);
           copies_->synchronize();
         } else {
-          pager::HostBlock staging =
-              tiers_.host().allocate(kept->bytes, kActivations, "on its way");
-          copies_->copy_async(staging.data(), data, kept->bytes, device::Direction::DeviceToHost,
-                              kActivations);
-          copies_->synchronize();
-          tiers_.write(kept->home, 0, {staging.data(), kept->bytes});
+          through_staging(*kept, [&](Bytes at, std::span<std::byte> staging) {
+            copies_->copy_async(staging.data(), data + at, staging.size(),
+                                device::Direction::DeviceToHost, kActivations);
+            copies_->synchronize();
+            tiers_.write(kept->home, at, staging);
+          });
         }
       }
     } catch (...) {
@@ -184,11 +189,20 @@ void ActivationStore::read(Kept& kept) {
     copies_->synchronize();
     return;
   }
-  pager::HostBlock staging = tiers_.host().allocate(kept.bytes, kActivations, "on its way");
-  tiers_.read(kept.home, 0, {staging.data(), kept.bytes});
-  copies_->copy_async(data, staging.data(), kept.bytes, device::Direction::HostToDevice,
-                      kActivations);
-  copies_->synchronize();
+  through_staging(kept, [&](Bytes at, std::span<std::byte> staging) {
+    tiers_.read(kept.home, at, staging);
+    copies_->copy_async(data + at, staging.data(), staging.size(), device::Direction::HostToDevice,
+                        kActivations);
+    copies_->synchronize();
+  });
+}
+
+/// On the pool's one thread.
+template <class Fn>
+void ActivationStore::through_staging(const Kept& kept, Fn&& piece) {
+  for (Bytes at = 0; at < kept.bytes; at += kStaging) {
+    piece(at, std::span(staging_.data(), std::min(kStaging, kept.bytes - at)));
+  }
 }
 
 at::Tensor ActivationStore::unpack(const Saved& saved) {

@@ -67,6 +67,8 @@ class ActivationStore : public std::enable_shared_from_this<ActivationStore> {
   void write(const std::shared_ptr<Kept>& kept);
   void start_reading(const std::shared_ptr<Kept>& kept, const Lock& lock);
   void read(Kept& kept);
+  template <class Fn>
+  void through_staging(const Kept& kept, Fn&& piece);
   void prefetch_before(std::uint64_t number, std::vector<std::shared_ptr<Kept>>& seen,
                        const Lock& lock);
   void forget(const Kept& kept) noexcept;
@@ -76,6 +78,7 @@ class ActivationStore : public std::enable_shared_from_this<ActivationStore> {
   const Consumer consumer_;
   const Options options_;
   std::shared_ptr<device::Stream> copies_;  // null where the device is the host
+  pager::HostBlock staging_;  // between device and files; the pool's, once pack() has made it
 
   std::mutex mutex_;
   std::condition_variable written_;

@@ -100,7 +100,7 @@ TEST(Config, KeysAreDistinctAndExplained) {
     EXPECT_EQ(key.help.find('\n'), std::string::npos) << key.name;
     EXPECT_NE(key.help.back(), '.') << key.name;
   }
-  EXPECT_EQ(names.size(), 38U) << "a field of Config that is not in the table is not settable";
+  EXPECT_EQ(names.size(), 39U) << "a field of Config that is not in the table is not settable";
 }
 
 TEST(Config, ErrorsNameTheKeyTheValueAndWhatIsAllowed) {
@@ -163,6 +163,8 @@ INSTANTIATE_TEST_SUITE_P(
         Combination{{{"device_budget", "16MiB"}, {"gradient_staging", "1MiB"}}, nullptr},
         Combination{{{"host_budget", "8MiB"}}, "update_chunk times update_buffers"},
         Combination{{{"host_budget", "1GiB"}, {"staging", "2GiB"}}, "staging (2 GiB)"},
+        Combination{{{"host_budget", "1GiB"}, {"activation_reserve", "2GiB"}},
+                    "activation_reserve (2 GiB)"},
         Combination{{{"bucket", "0"}}, "bucket = '0'"},
         Combination{{{"update_chunk", "2TiB"}}, "update_chunk = '2 TiB'"},
         Combination{{{"loss_scale_minimum", "1e9"}}, "loss_scale_minimum"},

@@ -73,6 +73,7 @@ TEST(ConfigJson, EveryValueSurvivesTheWayThereAndBack) {
   config.direct = io::Direct::On;
   config.prefetch = false;
   config.gradient_staging = 77;
+  config.activation_reserve = 78;
   config.fetch_threads = 9;
   config.update_threads = 12;
   config.update_chunk = 12345;
