@@ -37,8 +37,9 @@ _HONOURED = {
     "zero_optimization.stage",
     "zero_optimization.offload_param.device", "zero_optimization.offload_param.nvme_path",
     "zero_optimization.offload_optimizer.device", "zero_optimization.offload_optimizer.nvme_path",
-    "zero_optimization.cpu_offload", "zero_optimization.cpu_offload_params",
-    "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+    "zero_optimization.cpu_offload", "zero_optimization.cpu_offload_param",
+    "zero_optimization.cpu_offload_params",
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save", "dataloader_drop_last",
     "zero_optimization.reduce_bucket_size",
 }
 
@@ -58,7 +59,8 @@ _INSTEAD = {
     "fp16.hysteresis": "the loss scale falls with the first overflow, as with hysteresis=1",
     "fp16.consecutive_hysteresis": "the loss scale falls with the first overflow",
     "fp16.fp16_master_weights_and_grads": "masters are fp32",
-    "fp16.fp16_opt_level": "the whole model is fp16",
+    "fp16.fused_mode": _BY_ITSELF,
+    "bf16.check_grad_overflow": "gradients are taken as they are, as a plain loop takes them",
     "bf16.immediate_grad_update": "gradients are always taken as soon as they are there",
     "bf16.bf16_master_weights_and_grads": "masters are fp32; master='split' keeps them in 2 bytes",
     "bf16.bf16_optimizer_states": "say moments='bf16' to initialize()",
@@ -94,7 +96,17 @@ _INSTEAD = {
     "zero_optimization.model_persistence_threshold": _BY_ITSELF,
     "zero_optimization.stage3_module_granularity_threshold": "pages are parameters",
     "zero_optimization.stage3_use_all_reduce_for_fetch_params": _BY_ITSELF,
+    "zero_optimization.module_granularity_threshold": "pages are parameters",
+    "zero_optimization.use_all_reduce_for_fetch_params": _BY_ITSELF,
+    "zero_optimization.stage3_allgather_sequential": _BY_ITSELF,
+    "zero_optimization.allgather_sequential": _BY_ITSELF,
+    "zero_optimization.stage3_partition_stream_chunk_size": "a parameter is made on the device",
+    "zero_optimization.partition_stream_chunk_size": "a parameter is made on the device",
+    "zero_optimization.zenflow": "every update is made in its step; updates begin during backward",
+    "zero_optimization.save_muon_momentum_buffer_in_memory": "there is no Muon",
     "zero_optimization.gather_16bit_weights_on_model_save": "engine.save_pretrained() always does",
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save":
+        "engine.save_pretrained() always does",
     "zero_optimization.zero_hpz_partition_size": _NO_PARTS,
     "zero_optimization.zero_quantized_weights": _NO_PARTS,
     "zero_optimization.zero_quantized_nontrainable_weights": _NO_PARTS,
@@ -114,6 +126,7 @@ _INSTEAD = {
     "zero_optimization.offload_optimizer.fast_init": "state is never written before its first use",
     "zero_optimization.offload_optimizer.ratio": _BUDGET,
     "zero_optimization.offload_optimizer.super_offload": "updates begin during backward",
+    "zero_optimization.offload_optimizer.convert_grad_on_cpu": "kernels take 16 bits as they come",
     "zero_optimization.offload_optimizer.cpuadam_cores_perc": "say update_threads to initialize()",
     "aio.block_size": _BY_ITSELF,
     "aio.queue_depth": _BY_ITSELF,
@@ -122,6 +135,10 @@ _INSTEAD = {
     "aio.single_submit": _BY_ITSELF,
     "aio.overlap_events": _BY_ITSELF,
     "aio.use_gds": "files go through host memory",
+    "optimizer.legacy_fusion": "updates run on the host, in kernels of their own",
+    "graph_harvesting": "there are no CUDA graphs",
+    "vocabulary_size": "the model is taken as it is",
+    "seq_parallel_comm_data_type": "there is no sequence parallelism",
     "activation_checkpointing": "use torch.utils.checkpoint, or engine.activations('host')",
     "flops_profiler": "there is none",
     "comms_logger": "engine.stats() counts what is sent",
@@ -160,7 +177,11 @@ class Settings:
     """A DeepSpeed configuration, read: what is left of it is what was said."""
 
     def __init__(self, config: dict[str, Any] | str | Path) -> None:
-        tree = config if isinstance(config, dict) else json.loads(Path(config).read_text())
+        tree = dict(config if isinstance(config, dict) else json.loads(Path(config).read_text()))
+        if "bfloat16" in tree:  # its name of once
+            tree["bf16"] = {**tree.pop("bfloat16"), **tree.get("bf16", {})}
+        if isinstance(tree.get("zero_optimization"), bool):  # likewise: stage 1, or none
+            tree["zero_optimization"] = {"stage": int(tree["zero_optimization"])}
         self._values: dict[str, Any] = {}
         for path, value in _flat(tree):
             if path not in _HONOURED and path not in _INSTEAD:
@@ -198,10 +219,11 @@ class Settings:
         """What Engine() is told."""
         out: dict[str, Any] = {"zero": self.get("zero_optimization.stage", 0)}
         directories = []
-        for state, section, old in (("parameters", "offload_param", "cpu_offload_params"),
-                                    ("optimizer", "offload_optimizer", "cpu_offload")):
+        for state, section, old in (("parameters", "offload_param",
+                                     ("cpu_offload_param", "cpu_offload_params")),
+                                    ("optimizer", "offload_optimizer", ("cpu_offload",))):
             place = self.get(f"zero_optimization.{section}.device", "none")
-            if self.get(f"zero_optimization.{old}"):
+            if any(self.get(f"zero_optimization.{name}") for name in old):
                 place = "cpu"
             if place not in ("none", "cpu", "nvme"):
                 raise UserError(f"zero_optimization.{section}.device is '{place}': it takes none, "
@@ -238,6 +260,8 @@ class Settings:
         if kind is None:
             raise UserError(f"optimizer.type '{named}' is none of Adam, AdamW, SGD and Lion")
         params = self.section("optimizer.params")
+        if params.pop("max_grad_norm", None):
+            raise UserError("optimizer.params.max_grad_norm: say gradient_clipping instead")
         if named.lower() == "adam" and not params.pop("adam_w_mode", True):
             kind = "adam"
         for key in ("torch_adam", "fused", "adamw_mode", "adam_w_mode", "set_grad_none",
@@ -351,14 +375,15 @@ def _ranks(group: distributed.ProcessGroup | None) -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def _loader(data: Any, micro: int, engine: Engine, collate: Any) -> Any:
+def _loader(data: Any, micro: int, engine: Engine, collate: Any, drop_last: bool) -> Any:
     if data is None:
         return None
     from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 
     sampler = (DistributedSampler(data, engine.world_size, engine.rank)
                if engine.world_size > 1 else RandomSampler(data))
-    return DataLoader(data, batch_size=micro, sampler=sampler, collate_fn=collate)
+    return DataLoader(data, batch_size=micro, sampler=sampler, collate_fn=collate,
+                      drop_last=drop_last)
 
 
 def initialize(args: Any = None, model: torch.nn.Module | Callable[[], torch.nn.Module] | None = None,
@@ -414,4 +439,6 @@ def initialize(args: Any = None, model: torch.nn.Module | Callable[[], torch.nn.
         schedule = make_schedule(facade, settings.get("scheduler.type"),
                                  settings.section("scheduler.params"))
     wrapped = DeepSpeedEngine(engine, model, micro, accumulation, schedule)
-    return wrapped, facade, _loader(training_data, micro, engine, collate_fn), schedule
+    loader = _loader(training_data, micro, engine, collate_fn,
+                     bool(settings.get("dataloader_drop_last")))
+    return wrapped, facade, loader, schedule

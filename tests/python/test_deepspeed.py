@@ -57,7 +57,7 @@ def test_trains_as_the_configuration_says(tmp_path: Path) -> None:
     model = engine.module
     for step in range(4):
         for group in theirs.param_groups:
-            group["lr"] = 0.1 * min(1, step / 3)
+            group["lr"] = 0.1 * max(0, step - 1) / 3
         assert optimizer.param_groups[0]["lr"] == pytest.approx(theirs.param_groups[0]["lr"])
         for micro in range(2):
             x = batch(2 * step + micro)
@@ -128,32 +128,52 @@ def test_what_is_wrong_is_an_error(config: dict[str, Any], word: str) -> None:
                           **SMALL)
 
 
-def rates(kind: str, steps: int, **params: Any) -> list[float]:
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.5)
+def groups(kind: str, steps: int, **params: Any) -> list[dict[str, Any]]:
+    """The first group, as each of so many steps finds it."""
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], lr=0.5)
     schedule = make_schedule(optimizer, kind, params)
     assert schedule is not None
     out = []
     for _ in range(steps):
-        out.append(optimizer.param_groups[0]["lr"])
+        out.append(dict(optimizer.param_groups[0]))
         optimizer.step()
         schedule.step()
     return out
 
 
+def rates(kind: str, steps: int, **params: Any) -> list[float]:
+    return [group["lr"] for group in groups(kind, steps, **params)]
+
+
 def test_schedules() -> None:
+    """What DeepSpeed's classes of these names set, step by step: they begin to count at the second
+    step, and a warm-up has two steps at least."""
     linear = {"warmup_type": "linear"}
-    assert rates("WarmupLR", 4, warmup_max_lr=0.2, warmup_num_steps=2, **linear) == pytest.approx(
-        [0, 0.1, 0.2, 0.2])
-    assert rates("WarmupLR", 4, warmup_max_lr=0.2, warmup_num_steps=4) == pytest.approx(
-        [0.2 * math.log(i) / math.log(4) for i in range(1, 5)])
-    assert rates("WarmupDecayLR", 6, warmup_max_lr=0.2, warmup_num_steps=2, total_num_steps=4,
-                 **linear) == pytest.approx([0, 0.1, 0.2, 0.1, 0, 0])
-    cosine = rates("WarmupCosineLR", 5, warmup_num_steps=1, total_num_steps=5, cos_min_ratio=0.1,
-                   **linear)
-    assert cosine[0] == 0
-    assert cosine[-1] == pytest.approx(0.05)
-    assert rates("LRRangeTest", 3, lr_range_test_min_lr=0.1,
-                 lr_range_test_step_size=1) == pytest.approx([0.2, 0.3, 0.4])
-    assert rates("OneCycle", 6, cycle_min_lr=0.1, cycle_max_lr=0.3, cycle_first_step_size=2,
-                 decay_step_size=1, decay_lr_rate=1.0) == pytest.approx(
+    assert rates("WarmupLR", 5, warmup_max_lr=0.2, warmup_num_steps=2, **linear) == pytest.approx(
+        [0, 0, 0.1, 0.2, 0.2])
+    assert rates("WarmupLR", 5, warmup_num_steps=4) == pytest.approx(
+        [0, *(0.5 * math.log(i) / math.log(4) for i in range(1, 5))])
+    assert rates("WarmupDecayLR", 7, warmup_max_lr=0.2, warmup_num_steps=2, total_num_steps=4,
+                 **linear) == pytest.approx([0, 0, 0.1, 0.2, 0.1, 0, 0])
+    assert rates("WarmupCosineLR", 7, warmup_num_steps=1, total_num_steps=5, cos_min_ratio=0.1,
+                 **linear) == pytest.approx([0, 0, 0.25, 0.3875, 0.1625, 0.05, 0.05])
+    assert rates("LRRangeTest", 3, lr_range_test_min_lr=[0.1],
+                 lr_range_test_step_size=1) == pytest.approx([0.1, 0.2, 0.3])
+    cycle = {"cycle_min_lr": 0.1, "cycle_max_lr": 0.3, "cycle_first_step_size": 2}
+    decay = {"decay_step_size": 1, "decay_lr_rate": 1.0}
+    assert rates("OneCycle", 6, **cycle, **decay) == pytest.approx(
         [0.1, 0.2, 0.3, 0.2, 0.1, 0.05])
+    assert rates("OneCycle", 6, **cycle, cycle_first_stair_count=1) == pytest.approx(
+        [0.1, 0.1, 0.3, 0.1, 0.1, 0.1])
+    betas = [group["betas"] for group in groups("OneCycle", 6, **cycle, **decay)]
+    assert [first for first, _ in betas] == pytest.approx([0.8, 0.85, 0.8, 0.85, 0.9, 0.9])
+    assert {second for _, second in betas} == {0.99}
+    assert groups("OneCycle", 2, **cycle, cycle_momentum=False)[1]["betas"] == (0.9, 0.999)
+
+
+def test_names_of_once() -> None:
+    settings = Settings({"bfloat16": {"enabled": True}, "zero_optimization": True})
+    assert settings.get("bf16.enabled") is True
+    assert settings.engine_keywords()["zero"] == 1
+    old = Settings({"zero_optimization": {"stage": 3, "cpu_offload_param": True}})
+    assert old.engine_keywords()["parameters"] == "host"
