@@ -121,7 +121,7 @@ TEST(Budgets, ADeviceSmallerThanAParameterIsSaid) {
 
 TEST(Budgets, TooSmallAHostIsSaidAtAttach) {
   pagoda::Config small = config();
-  small.host_budget = 900_KiB;
+  small.host_budget = 700_KiB;
   EXPECT_THAT(refusal_of(small),
               AllOf(HasSubstr("parameters 152.72 KiB"), HasSubstr("gradients 152.72 KiB"),
                     HasSubstr("optimizer 305.62 KiB"), HasSubstr("raise host_budget to"),
@@ -150,7 +150,7 @@ void expect_help(pagoda::Config small, const std::string& key) {
 
 TEST(Budgets, WhatIsAdvisedHelps) {
   pagoda::Config small = config();
-  small.host_budget = 900_KiB;
+  small.host_budget = 700_KiB;
   expect_help(small, "host_budget");
   small.host_budget = 0;
   small.gradients = small.optimizer = pagoda::Placement::Nvme;

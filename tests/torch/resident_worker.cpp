@@ -66,6 +66,7 @@ int main(int argc, char** argv) {
     config.device_budget = 192_MiB;
     config.gradient_staging = 16_MiB;  // one layer's: all of it is used
     config.staging = config.update_chunk = 1_MiB;
+    config.update_buffers = 4;  // they have room for more than this optimizer's states
     for (const char* key : {"parameters", "gradients", "optimizer"}) config.set(key, argv[1]);
     if (std::string(argv[1]) == "nvme") {
       config.nvme = {argv[2]};
