@@ -47,8 +47,6 @@ def birth_scope(handle: Handle, adopt: Adopt, device: torch.device) -> Iterator[
         stack.enter_context(_environment("HF_DEACTIVATE_ASYNC_LOAD", "1"))
         if device.type == "cuda":
             stack.enter_context(device)
-            # Recurrent layers would pack weights that are not there into one buffer.
-            stack.enter_context(torch.backends.cudnn.flags(enabled=False))
         handle.begin_build()
         stack.callback(handle.end_build)
         hook = register_module_parameter_registration_hook(registered)

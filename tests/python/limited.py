@@ -4,7 +4,8 @@
     limited.py HOW DIRECTORY
 
 HOW is `config` (made from a configuration, trained a step and saved), `checkpoint` (loaded from what
-was saved, and trained a step) or `plain` (made without an engine, which must fail).
+was saved, and trained a step), `converted` (loaded as fp64, each parameter being taken slowly, so that
+whoever reads ahead has to keep what he read) or `plain` (made without an engine, which must fail).
 """
 
 import json
@@ -13,6 +14,8 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "python"))
 
@@ -20,6 +23,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import pagoda
+from pagoda.birth import birth_scope
 
 ROOM = 96 << 20
 
@@ -48,6 +52,13 @@ class Watch(threading.Thread):
             time.sleep(0.002)
 
 
+def slow_births() -> Any:
+    def scope(handle: Any, adopt: Any, device: torch.device) -> Any:
+        return birth_scope(handle, lambda *page: (time.sleep(0.02), adopt(*page)), device)
+
+    return mock.patch("pagoda.engine.birth_scope", scope)
+
+
 def main() -> None:
     how, directory = sys.argv[1], Path(sys.argv[2])
     torch.set_num_threads(1)
@@ -68,11 +79,17 @@ def main() -> None:
     elif how == "config":
         with engine.build():
             model = LlamaForCausalLM(CONFIG)
+    elif how == "converted":
+        with slow_births(), engine.build():
+            model = LlamaForCausalLM.from_pretrained(directory / "model", dtype=torch.float64)
     else:
         with engine.build():
             model = LlamaForCausalLM.from_pretrained(directory / "model")
     parameters = sum(p.nbytes for p in model.parameters())
     built = time.monotonic()
+    if how == "converted":
+        print(json.dumps({"parameters": parameters, "room": ROOM, "most": watch.most - watch.first}))
+        return
     engine.attach(model)
     batch = torch.arange(8).view(1, 8)
     loss = model(input_ids=batch, labels=batch).loss

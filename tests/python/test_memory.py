@@ -32,6 +32,7 @@ def test_a_model_beyond_the_limit_of_its_process(tmp_path: Path) -> None:
     shards = sum(file.stat().st_size for file in (tmp_path / "model").glob("*.safetensors"))
     assert shards > first["parameters"]
     again = report("checkpoint", tmp_path)
+    report("converted", tmp_path)
     assert again["loss"] != first["loss"]  # a step was made in between
     assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
 

@@ -15,7 +15,7 @@
 
 #include "pagoda/base/error.h"
 #include "pagoda/torch/activation_store.h"
-#include "pagoda/torch/apart.h"
+#include "pagoda/torch/build_surroundings.h"
 #include "pagoda/torch/engine.h"
 #include "pagoda/torch/gloo_world.h"
 
@@ -270,8 +270,8 @@ class BoundEngine final : public ::torch::CustomClassHolder {
 
   void close() { engine_.reset(); }
 
-  void begin_build() { apart_.emplace_back(std::make_unique<LargeBlocksApart>()); }
-  void end_build() { apart_.pop_back(); }
+  void begin_build() { builds_.emplace_back(std::make_unique<BuildSurroundings>()); }
+  void end_build() { builds_.pop_back(); }
 
   void adopt(const at::Tensor& tensor, const std::string& name) {
     telling([&] { engine().adopt(tensor, name); });
@@ -395,7 +395,7 @@ class BoundEngine final : public ::torch::CustomClassHolder {
   }
 
   std::shared_ptr<Engine> engine_;
-  std::vector<std::unique_ptr<LargeBlocksApart>> apart_;  // one for each build() under way
+  std::vector<std::unique_ptr<BuildSurroundings>> builds_;  // under way
 };
 
 }  // namespace

@@ -4,14 +4,13 @@
 #include <exception>
 #include <utility>
 
-#include <ATen/Context.h>
 #include <torch/nn/module.h>
 
 #include "pagoda/base/error.h"
 #include "pagoda/engine/backend.h"
 #include "pagoda/torch/activation_store.h"
-#include "pagoda/torch/apart.h"
 #include "pagoda/torch/birth_scope.h"
+#include "pagoda/torch/build_surroundings.h"
 #include "pagoda/torch/engine_impl.h"
 
 namespace pagoda {
@@ -26,17 +25,10 @@ Engine::~Engine() {
 
 struct Engine::Building::Scope {
   explicit Scope(Impl& impl)
-      : birth([&impl](const at::Tensor& tensor) { impl.adopt(tensor, {}); }),
-        cudnn(at::globalContext().userEnabledCuDNN()) {
-    // Recurrent layers would compare their weights' pointers, which are not there, and pack them
-    // into one buffer: while they are built, there is no cuDNN to pack for.
-    at::globalContext().setUserEnabledCuDNN(false);
-  }
-  ~Scope() { at::globalContext().setUserEnabledCuDNN(cudnn); }
+      : birth([&impl](const at::Tensor& tensor) { impl.adopt(tensor, {}); }) {}
 
-  const torch::LargeBlocksApart apart;
+  const torch::BuildSurroundings surroundings;
   torch::BirthScope birth;
-  const bool cudnn;
 };
 
 Engine::Building::Building(Engine& engine) : scope_(std::make_unique<Scope>(*engine.impl_)) {}
