@@ -127,8 +127,11 @@ void Runtime::attach(const std::vector<Page*>& pages, std::vector<TrainedSpec> s
       const auto lock = pager_->lock();
       for (Page* page : pages_) page->attached = true;
     }
-    const Reservation left_free =
-        tiers_->budget(Tier::Host).reserve(config_.activation_reserve, "activation_reserve");
+    Reservation left_free;
+    if (config_.activation_reserve > 0) {
+      left_free =
+          tiers_->budget(Tier::Host).reserve(config_.activation_reserve, "activation_reserve");
+    }
     check_fit(pages);
     if (!alone()) check_equal_on_all_ranks(pages);
     place(pages);

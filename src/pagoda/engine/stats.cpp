@@ -8,6 +8,8 @@
 namespace pagoda::engine {
 namespace {
 
+constexpr Bytes kNoLimit = Bytes{1} << 60U;  // and above: nobody has set one
+
 double milliseconds(Nanos nanos) {
   return static_cast<double>(nanos) * 1e-6;
 }
@@ -58,7 +60,8 @@ std::string Stats::table() const {
   for (std::size_t i = 0; i < tiers.size(); ++i) {
     const TierStats& tier = tiers[i];
     out += fmt::format("{:<10}{:>12}{:>12}{:>12}\n", pager::name(static_cast<pager::Tier>(i)),
-                       format_bytes(tier.used), format_bytes(tier.peak), format_bytes(tier.limit));
+                       format_bytes(tier.used), format_bytes(tier.peak),
+                       tier.limit < kNoLimit ? format_bytes(tier.limit) : "no limit");
     for (const BudgetHolder& holder : tier.holders) {
       out += fmt::format("  {:<18}{:>12}{:>12}\n", holder.tag, format_bytes(holder.bytes),
                          format_bytes(holder.peak));
