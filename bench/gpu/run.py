@@ -105,6 +105,8 @@ def child(name: str, path: Path, tiny: bool) -> None:
         import workload
 
         way, shape, batch, settings = ALL[name]
+        if not tiny and workload.DEVICE.type != "cuda":
+            sys.exit("there is no GPU here")
         if tiny:
             workload.shrink()
             settings = shrunk(settings, workload.SHRUNK)

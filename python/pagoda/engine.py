@@ -93,7 +93,7 @@ class Engine:
         self._model: torch.nn.Module | None = None
         self._optimizer: Optimizer | None = None
         self._attachment: Attachment | None = None
-        self._on_release: list[Callable[[], None]] = []
+        self._on_release: list[Callable[[], Any]] = []
         with translated():
             self._device = torch.device(self._handle.device())
 
@@ -340,7 +340,11 @@ class Engine:
             engine._save(save_directory, model)
 
         vars(model)["save_pretrained"] = save_pretrained
-        self._on_release.append(lambda: vars(model).pop("save_pretrained", None))
+        self.on_release(lambda: vars(model).pop("save_pretrained", None))
+
+    def on_release(self, call: Callable[[], Any]) -> None:
+        """For frameworks: what is to be undone when the model is released."""
+        self._on_release.append(call)
 
     def zero_grad(self) -> None:
         """Drops the gradients accumulated since the last step."""

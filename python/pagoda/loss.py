@@ -27,11 +27,12 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor,
                 chunk: int, ignore_index: int) -> torch.Tensor:
+        # `weight` may be of another type than `hidden`, whose type is what is computed in.
         rows = hidden.shape[0]
         logarithm = hidden.new_full((rows,), -torch.inf, dtype=torch.float32)
         chosen = hidden.new_zeros((rows,), dtype=torch.float32)
         for begin, end in _chunks(weight, chunk):
-            logits = (hidden @ weight[begin:end].t()).float()
+            logits = (hidden @ weight[begin:end].to(hidden.dtype).t()).float()
             inside, index = _within(labels, begin, end)
             chosen += torch.where(inside, logits.gather(1, index)[:, 0], 0.0)
             logarithm = torch.logaddexp(logarithm, logits.logsumexp(1))
@@ -49,18 +50,19 @@ class _CrossEntropy(torch.autograd.Function):
         scale = torch.where(counted, gradient / count, 0.0)[:, None]  # of each row
         of_hidden = torch.zeros_like(hidden, dtype=torch.float32) if needs_hidden else None
         of_weight = torch.empty_like(weight) if needs_weight else None
-        for begin, end in _chunks(weight, ctx.chunk):
-            part = weight[begin:end]
-            of_logits = (hidden @ part.t()).float()
-            of_logits.sub_(logarithm[:, None]).exp_()
-            inside, index = _within(labels, begin, end)
-            of_logits.scatter_add_(1, index, -inside[:, None].float())
-            rounded = of_logits.mul_(scale).to(hidden.dtype)
-            del of_logits
-            if of_hidden is not None:
-                of_hidden += rounded @ part
-            if of_weight is not None:
-                torch.mm(rounded.t(), hidden, out=of_weight[begin:end])
+        with torch.autocast(hidden.device.type, enabled=False):
+            for begin, end in _chunks(weight, ctx.chunk):
+                part = weight[begin:end].to(hidden.dtype)
+                of_logits = (hidden @ part.t()).float()
+                of_logits.sub_(logarithm[:, None]).exp_()
+                inside, index = _within(labels, begin, end)
+                of_logits.scatter_add_(1, index, -inside[:, None].float())
+                rounded = of_logits.mul_(scale).to(hidden.dtype)
+                del of_logits
+                if of_hidden is not None:
+                    of_hidden += rounded @ part
+                if of_weight is not None:
+                    of_weight[begin:end] = rounded.t() @ hidden
         return (None if of_hidden is None else of_hidden.to(hidden.dtype)), of_weight, None, None, None
 
 
@@ -105,7 +107,10 @@ def chunked_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, labels: to
         raise UserError("hidden (…, features), weight (vocabulary, features) and labels (…) do not "
                         f"go together: {list(hidden.shape)}, {list(weight.shape)} and "
                         f"{list(labels.shape)}")
-    if hidden.dtype != weight.dtype:
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):  # as it would be for the product itself
+        hidden = hidden.to(torch.get_autocast_dtype(device))
+    elif hidden.dtype != weight.dtype:
         raise UserError(f"hidden is {hidden.dtype} and weight {weight.dtype}: make them alike")
     if chunk is not None and chunk < 1:
         raise UserError(f"chunk = {chunk} is not allowed: it takes a number from 1")
@@ -114,6 +119,7 @@ def chunked_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, labels: to
         chunk = max(1, _ELEMENTS // max(1, flat.numel()))
     known = (flat == ignore_index) | ((flat >= 0) & (flat < weight.shape[0]))
     torch._assert_async(known.all(), f"a label is neither below {weight.shape[0]} nor {ignore_index}")
-    out: torch.Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden.reshape(-1, hidden.shape[-1]), weight, flat, chunk, ignore_index)
+    with torch.autocast(device, enabled=False):
+        out: torch.Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
+            hidden.reshape(-1, hidden.shape[-1]), weight, flat, chunk, ignore_index)
     return out

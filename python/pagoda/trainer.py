@@ -66,6 +66,12 @@ def _leave_attached_models() -> None:
 _leave_attached_models()
 
 
+def _let_go(model: torch.nn.Module) -> None:
+    """A plain model again, which another Trainer may wrap."""
+    _attached.discard(model)
+    vars(model).pop("_is_accelerate_prepared", None)
+
+
 def _groups(model: torch.nn.Module, decay: float) -> list[dict[str, Any]]:
     """As Trainer has them: neither biases nor norms decay."""
     from transformers.trainer_pt_utils import get_parameter_names
@@ -111,4 +117,5 @@ def arguments(engine: Engine, model: torch.nn.Module, args: TrainingArguments) -
                               clip=args.max_grad_norm or 0.0, **constants)
     engine.serve_framework()
     _attached.add(model)
+    engine.on_release(lambda: _let_go(model))
     return {"optimizers": (optimizer, None), "callbacks": [PagodaCallback(engine, model)]}

@@ -212,9 +212,9 @@ def test_states_leave_what_was_reserved(tmp_path: Path) -> None:
     for reserve in ("0", "8MiB"):
         engine = pagoda.Engine(device="cpu", device_budget="8MiB", gradient_staging="2MiB",
                                host_budget="32MiB", activation_reserve=reserve, nvme=[tmp_path],
-                               nvme_budget="64MiB", staging="64KiB", update_chunk="64KiB")
+                               nvme_budget="160MiB", staging="64KiB", update_chunk="64KiB")
         with engine.build():
-            model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(12)))
+            model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(40)))
         engine.attach(model)
         with engine.activations("host"):
             loss = model(torch.ones(128, 512)).square().mean()

@@ -78,6 +78,22 @@ def test_activations_free_the_device() -> None:
     assert peaks[1] < 160 << 20
 
 
+def test_large_activations_through_files(tmp_path: Path) -> None:
+    """In pieces, of which the last is a small one."""
+    engine = pagoda.Engine(device="cuda", device_budget="64MiB", nvme=[tmp_path],
+                           nvme_budget="512MiB")
+    x = torch.randn((5 << 20) + 12345, requires_grad=True)
+    gradients = []
+    for around in (nullcontext(), engine.activations("nvme")):
+        with around:
+            y = x.sin().exp().sin()
+        y.sum().backward()
+        gradients.append(x.grad)
+        x.grad = None
+    assert torch.equal(*gradients)
+    assert engine.stats()["tiers"]["nvme"]["holders"]["activations"]["peak"] > 3 * x.nbytes // 2
+
+
 def test_raw_pointers() -> None:
     """A CUDA graph and a Triton kernel get an error that names the page, and work under a pin."""
     root = Path(__file__).parents[2]

@@ -75,6 +75,25 @@ def test_nothing_but_ignored_labels_is_as_torch_has_it() -> None:
         assert torch.equal(mine.double(), true)
 
 
+@pytest.mark.parametrize("dtype", CLOSE)
+def test_under_autocast_as_torch_has_it(dtype: torch.dtype) -> None:
+    """Products in bf16, gradients in the types of what they belong to; backward is of the logits of
+    the forward."""
+    hidden, weight, labels = make()
+    hidden = (hidden * 5).to(dtype)
+    exact = gradients(hidden, weight, labels, 1.0, 0)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = gradients(hidden, weight, labels, 1.0, 7)
+        theirs_hidden = hidden.detach().requires_grad_()
+        theirs_weight = weight.detach().requires_grad_()
+        cross_entropy(theirs_hidden @ theirs_weight.t(), labels).backward()
+    assert [one.dtype for one in ours] == [torch.float32, dtype, torch.float32]
+    for mine, theirs, true in zip(ours[1:], (theirs_hidden.grad, theirs_weight.grad), exact[1:],
+                                  strict=True):
+        assert theirs is not None
+        assert (mine - true).abs().max() <= 1.5 * (theirs - true).abs().max()
+
+
 def test_leading_dimensions_strides_and_large_logits() -> None:
     hidden, weight, labels = make()
     hidden *= 20  # their exponentials overflow

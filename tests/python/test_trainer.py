@@ -77,6 +77,8 @@ def test_checkpoints_are_written_page_by_page(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoint-2" / "model.safetensors").exists()
     engine.release(model)
     assert "save_pretrained" not in vars(model)
+    assert "_is_accelerate_prepared" not in vars(model)
+    assert model not in pagoda.trainer._attached
 
 
 def test_what_cannot_be_is_said(tmp_path: Path) -> None:

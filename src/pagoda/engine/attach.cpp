@@ -127,11 +127,6 @@ void Runtime::attach(const std::vector<Page*>& pages, std::vector<TrainedSpec> s
       const auto lock = pager_->lock();
       for (Page* page : pages_) page->attached = true;
     }
-    Reservation left_free;
-    if (config_.activation_reserve > 0) {
-      left_free =
-          tiers_->budget(Tier::Host).reserve(config_.activation_reserve, "activation_reserve");
-    }
     check_fit(pages);
     if (!alone()) check_equal_on_all_ranks(pages);
     place(pages);
@@ -146,6 +141,7 @@ void Runtime::attach(const std::vector<Page*>& pages, std::vector<TrainedSpec> s
       updater_->add(*page, rule);
     }
     if (!alone()) control_->barrier();  // from here on others may pull
+    left_free_ = {};                    // what was left is for activations now
     trace_.stepped(steps_);
   } catch (const UserError&) {
     forget_trained();

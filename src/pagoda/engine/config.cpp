@@ -51,8 +51,10 @@ void check_budgets(const Config& config) {
   fits("gradient_staging", config.gradient_staging, "device_budget", config.device_budget);
   fits("activation_reserve", config.activation_reserve, "host_budget", config.host_budget);
   fits("staging", config.staging, "host_budget", config.host_budget);
-  fits("update_chunk times update_buffers", config.update_chunk * config.update_buffers,
-       "host_budget", config.host_budget);
+  if (!config.nvme.empty()) {  // a chunk has up to five arrays, parameters and gradients included
+    fits("five times update_chunk times update_buffers",
+         5 * config.update_chunk * config.update_buffers, "host_budget", config.host_budget);
+  }
 }
 
 }  // namespace

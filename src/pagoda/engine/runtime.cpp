@@ -71,6 +71,10 @@ Runtime::Runtime(const Config& config, std::shared_ptr<comm::World> world)
   config_.validate();
   device_ = make_device(config_);
   tiers_ = std::make_unique<pager::Tiers>(tiers_options(config_, device_));
+  if (config_.activation_reserve > 0) {
+    left_free_ =
+        tiers_->budget(Tier::Host).reserve(config_.activation_reserve, "activation_reserve");
+  }
   pager::Pager::Options pages;
   pages.fetch_threads = config_.fetch_threads;
   pages.staging = config_.staging;
@@ -189,13 +193,17 @@ Runtime::~Runtime() {
 void Runtime::linger() noexcept {
   if (alone() || failed()) return;
   constexpr auto kLook = std::chrono::milliseconds(2);
-  const Stopwatch watch;
+  Stopwatch watch;
+  std::uint64_t served = slices_->stats().served;
   try {
     const auto key = [&](int rank) { return fmt::format("engine {} ends {}", number_, rank); };
     world_->put(key(world_->rank()), "1");
     for (int rank = 0; rank < world_->size(); ++rank) {
       while (!world_->get(key(rank)) && !failed() && watch.seconds() < config_.timeout) {
         std::this_thread::sleep_for(kLook);
+        // Somebody still asks for what is here: as long as that lasts, this rank stays.
+        if (slices_->stats().served != served) watch = {};
+        served = slices_->stats().served;
       }
     }
   } catch (const std::exception& error) {  // the board is gone: so are the others

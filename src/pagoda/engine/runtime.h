@@ -142,6 +142,7 @@ class Runtime {
   std::unique_ptr<comm::Group> control_;
   std::unique_ptr<comm::Group> reduce_group_;
   std::unique_ptr<pager::Tiers> tiers_;
+  Reservation left_free_;  // by the states: activation_reserve, until they are placed
   std::unique_ptr<prefetch::Oracle> oracle_;
   std::unique_ptr<pager::Pager> pager_;
   std::unique_ptr<ThreadPool> pool_;

@@ -30,9 +30,9 @@ class RequestQueue {
   /// The next one to start, or null.
   Request* pop() noexcept {
     for (Lists& lists : lists_) {
-      const bool write = lists.others.empty() || (!wrote_last_ && !lists.writes.empty());
+      const bool write = lists.others.empty() || (!lists.wrote_last && !lists.writes.empty());
       if (Request* request = (write ? lists.writes : lists.others).pop()) {
-        wrote_last_ = write;
+        lists.wrote_last = write;
         --size_;
         return request;
       }
@@ -44,10 +44,10 @@ class RequestQueue {
   struct Lists {
     RequestList writes;
     RequestList others;
+    bool wrote_last = true;  // a read is waited for: it comes first
   };
 
   std::array<Lists, 3> lists_;  // one per Priority
-  bool wrote_last_ = true;      // a read is waited for: it comes first
   std::size_t size_ = 0;
 };
 

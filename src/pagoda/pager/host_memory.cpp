@@ -45,8 +45,13 @@ HostBlock HostMemory::allocate(Bytes bytes, std::string_view tag, std::string_vi
       return out;
     }
   }
-  // Near the end of the budget a slab is only as large as what is asked for.
+  // Near the end of the budget slabs that are empty go, and a new one is only as large as what is
+  // asked for.
   auto reservation = budget_.try_reserve(slab_bytes, tag);
+  if (!reservation) {
+    std::erase_if(slabs_, [](const Slab& slab) { return slab.empty(); });
+    reservation = budget_.try_reserve(slab_bytes, tag);
+  }
   if (!reservation) reservation = budget_.reserve(wanted, tag);
   slabs_.push_back({std::string(tag), std::make_unique<device::PinnedArena>(
                                           device_, std::move(*reservation),
@@ -77,6 +82,9 @@ Bytes HostMemory::next_slab(std::string_view tag, Bytes wanted) const {
 bool HostMemory::fits(Bytes bytes, std::string_view tag) const {
   if (bytes <= budget_.available()) return true;
   const std::lock_guard lock(mutex_);
+  Bytes empty = 0;
+  for (const Slab& slab : slabs_) empty += slab.empty() ? slab.arena->stats().capacity : 0;
+  if (bytes <= budget_.available() + empty) return true;
   return std::any_of(slabs_.begin(), slabs_.end(), [&](const Slab& slab) {
     return slab.tag == tag && slab.arena->stats().largest_free >= bytes;
   });

@@ -52,6 +52,8 @@ class HostMemory {
   struct Slab {
     std::string tag;
     std::unique_ptr<device::PinnedArena> arena;
+
+    bool empty() const { return arena->stats().blocks == 0; }
   };
 
   const std::shared_ptr<device::Device> device_;

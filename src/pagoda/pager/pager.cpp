@@ -289,15 +289,18 @@ void Pager::touch(std::span<const Access> accesses, std::uint8_t mode, device::S
   }
 }
 
-/// Into a CUDA graph, which will read the same addresses whenever it is replayed: only what is held
-/// there may be read. Such pages have arrived, so nothing is to be waited for.
+/// Into a CUDA graph, which will read the same addresses whenever it is replayed: only what stays
+/// there may be read. It was there when it was held, and an update that it owes comes with the next
+/// operator outside of a graph. A write is fatal to the engine: it cannot be stopped, for a page
+/// that is held does not throw.
 void Pager::touch_held(std::span<const Access> accesses, const Lock& lock) {
   for (const Access& access : accesses) {
+    if (!refused_.empty()) throw EngineError(refused_);
     const std::string& name = access.page->name;
     if (access.write) {
       throw UserError(fmt::format("page '{}' is written by an operator of a CUDA graph", name));
     }
-    if (access.page->holds == 0) {
+    if (access.page->holds == 0 && !access.page->fixed) {
       throw NotHeld(
           fmt::format("page '{}' is read while a CUDA graph is captured, which will be "
                       "replayed with the addresses of now: for as long as it lives, {}",
@@ -546,7 +549,12 @@ void Pager::unpin_all(std::span<const Access> accesses, const Lock& lock) noexce
 void Pager::hold(Page& page, device::Stream* consumer) {
   const Access access{&page, false};
   touch({&access, 1}, 0, consumer);
-  if (consumer != nullptr) await_copies({&access, 1});  // a pointer may go to any stream
+  try {
+    if (consumer != nullptr) await_copies({&access, 1});  // a pointer may go to any stream
+  } catch (...) {
+    unpin({&access, 1}, consumer);
+    throw;
+  }
   const Lock lock(mutex_);
   ++page.holds;
   pins_of_this_thread.pop_back();  // touch() has just put it there

@@ -8,6 +8,7 @@
 #include <ATen/record_function.h>
 
 #include "pagoda/base/error.h"
+#include "pagoda/base/log.h"
 #include "pagoda/torch/page_storage.h"
 #include "pagoda/torch/storage_table.h"
 
@@ -96,7 +97,11 @@ std::optional<ActivationStore::Saved> ActivationStore::pack(const at::Tensor& te
       // Now: when the copy runs, the host may be full.
       staging_ = tiers_.host().allocate(kStaging, pager::tag::kStaging, "saved for backward");
     }
-  } catch (const UserError&) {
+  } catch (const UserError& error) {
+    if (!std::exchange(told_, true)) {
+      log::warn("torch", "activations stay on the device: there is no room for them",
+                {{"cause", error.message()}});
+    }
     return std::nullopt;
   }
   lock.unlock();

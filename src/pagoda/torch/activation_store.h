@@ -85,6 +85,7 @@ class ActivationStore : public std::enable_shared_from_this<ActivationStore> {
   std::uint64_t next_ = 0;                                  // guarded by mutex_
   std::map<std::uint64_t, std::weak_ptr<Kept>> by_number_;  // guarded by mutex_: in pack()'s order
   std::unordered_map<const c10::StorageImpl*, std::weak_ptr<Kept>> by_storage_;  // by mutex_
+  bool told_ = false;  // guarded by mutex_: that something stays
   Bytes leaving_ = 0;  // guarded by mutex_: not copied yet
   Bytes ahead_ = 0;    // guarded by mutex_: back, not asked for
 };

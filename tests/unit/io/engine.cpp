@@ -219,5 +219,19 @@ TEST(RequestQueue, ReadsAndWritesInTurns) {
   EXPECT_EQ(queue.pop(), nullptr);
 }
 
+TEST(RequestQueue, TurnsAreThoseOfEachPriority) {
+  RequestQueue queue;
+  std::vector<Probe> probes(6);
+  for (const std::size_t write : {0U, 1U}) probes[write].op = Op::Write;
+  for (const std::size_t urgent : {4U, 5U}) probes[urgent].priority = Priority::Urgent;
+  for (std::size_t i = 0; i < 4; ++i) queue.push(probes[i]);
+  // An urgent read before each: the others' reads have their turns all the same.
+  for (const std::size_t expected : {2U, 0U}) {
+    queue.push(probes[expected == 2U ? 4U : 5U]);
+    EXPECT_EQ(queue.pop(), &probes[expected == 2U ? 4U : 5U]);
+    EXPECT_EQ(queue.pop(), &probes[expected]);
+  }
+}
+
 }  // namespace
 }  // namespace pagoda::io
