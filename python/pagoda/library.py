@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
@@ -32,6 +33,8 @@ def _load() -> None:
 
 
 _load()
+# After what engines do at exit: weakref.finalize comes before what was registered earlier.
+atexit.register(torch.classes.pagoda.Interpreter().ends)
 
 
 class PinHandle(Protocol):

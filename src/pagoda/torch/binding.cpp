@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // The engine as Python sees it: classes under torch.classes.pagoda, without Python's ABI. The
 // package in python/pagoda gives them their names and types. Part of the shared library only.
+#include <chrono>
+#include <condition_variable>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <thread>
@@ -196,12 +199,53 @@ struct BoundPin final : ::torch::CustomClassHolder {
   std::vector<std::shared_ptr<void>> held;
 };
 
-/// Lets go of an engine. Python's lock is held where a graph or a pin is dropped, and an engine's
-/// end waits for threads that may need it: if this was the last to have it, it ends on its own.
+/// Ends engines on threads of their own. Python's lock is held where a graph or a pin is dropped,
+/// and an engine's end waits for threads that may need it. Any thread.
+class Enders {
+ public:
+  static Enders& instance() {
+    static auto* enders = new Enders;  // never destroyed: its threads may outlast main()
+    return *enders;
+  }
+
+  void end(std::shared_ptr<Engine> engine) {
+    const std::lock_guard lock(mutex_);
+    if (stopped_) {  // whoever needs Python's lock now never returns: the process takes it along
+      static_cast<void>(new std::shared_ptr<Engine>(std::move(engine)));
+      return;
+    }
+    ++running_;
+    std::thread([this, last = std::move(engine)]() mutable {
+      last.reset();
+      const std::lock_guard done(mutex_);
+      --running_;
+      changed_.notify_all();
+    }).detach();
+  }
+
+  /// Nothing ends from now on. Waits for what does.
+  void stop() {
+    std::unique_lock lock(mutex_);
+    stopped_ = true;
+    changed_.wait_for(lock, std::chrono::seconds(10), [&] { return running_ == 0; });
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  int running_ = 0;       // guarded by mutex_
+  bool stopped_ = false;  // guarded by mutex_
+};
+
+/// Lets go of an engine; if this was the last to have it, it ends.
 void let_go(std::shared_ptr<Engine> engine) {
-  if (engine.use_count() == 1)
-    std::thread([last = std::move(engine)]() mutable { last.reset(); }).detach();
+  if (engine.use_count() == 1) Enders::instance().end(std::move(engine));
 }
+
+/// For Python's atexit. A class, for its methods are called without Python's lock.
+struct BoundInterpreter final : ::torch::CustomClassHolder {
+  void ends() { Enders::instance().stop(); }
+};
 
 /// A saved tensor; in autograd's graph instead of it. Keeps what it needs alive.
 struct BoundSaved final : ::torch::CustomClassHolder {
@@ -405,12 +449,16 @@ class BoundEngine final : public ::torch::CustomClassHolder {
 TORCH_LIBRARY_FRAGMENT(pagoda, library) {
   using pagoda::torch::BoundActivations;
   using pagoda::torch::BoundEngine;
+  using pagoda::torch::BoundInterpreter;
   using pagoda::torch::BoundPin;
   using pagoda::torch::BoundSaved;
   library.def("config_keys() -> str[]", pagoda::torch::config_keys);
   library.def("optimizer_constants(str kind) -> Dict(str, float)", [](const std::string& kind) {
     return pagoda::torch::telling([&] { return pagoda::torch::constants_of(kind); });
   });
+  library.class_<BoundInterpreter>("Interpreter")
+      .def(torch::init<>())
+      .def("ends", &BoundInterpreter::ends);
   library.class_<BoundPin>("Pin").def(torch::init<>()).def("release", &BoundPin::release);
   library.class_<BoundSaved>("Saved").def(torch::init<>()).def("restore", &BoundSaved::restore);
   library.class_<BoundActivations>("Activations")
