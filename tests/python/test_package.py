@@ -16,8 +16,8 @@ def run(*command: str) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_types(tmp_path: Path) -> None:
-    run("mypy", "--strict", f"--cache-dir={tmp_path}", "pagoda")
+def test_types() -> None:
+    run("mypy", "--strict", f"--cache-dir={os.devnull}", "pagoda")
 
 
 def test_examples() -> None:

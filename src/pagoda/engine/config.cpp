@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "pagoda/engine/config.h"
 
+#include <algorithm>
 #include <set>
 
 #include "pagoda/base/error.h"
@@ -52,8 +53,9 @@ void check_budgets(const Config& config) {
   fits("activation_reserve", config.activation_reserve, "host_budget", config.host_budget);
   fits("staging", config.staging, "host_budget", config.host_budget);
   if (!config.nvme.empty()) {  // a chunk has up to five arrays, parameters and gradients included
-    fits("five times update_chunk times update_buffers",
-         5 * config.update_chunk * config.update_buffers, "host_budget", config.host_budget);
+    fits("five times update_chunk times update_buffers (four of them)",
+         5 * config.update_chunk * std::min(config.update_buffers, 4U), "host_budget",
+         config.host_budget);
   }
 }
 

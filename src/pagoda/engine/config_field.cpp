@@ -264,7 +264,8 @@ std::vector<ConfigField> make_fields() {
       bytes(PAGODA_FIELD(update_chunk),
             "fp32 masters read, updated and written at a time, with all that belongs to them"),
       whole(PAGODA_FIELD(update_buffers), 2U, kThreads,
-            "Chunks of optimizer state in memory at a time"),
+            "Chunks of optimizer state in memory at a time; fewer, but four, where they were more "
+            "than an eighth of host_budget"),
       bytes(PAGODA_FIELD(staging),
             "Host memory of each fetch thread, between files, ranks and device"),
       bytes(PAGODA_FIELD(bucket), "Gradients that ranks reduce at a time"),
