@@ -133,15 +133,21 @@ def _engine(**settings: Any) -> Iterator[Any]:
             yield engine
 
 
+def _attached(engine: Any, shape: str) -> Any:
+    """The workload's model, trained by the engine."""
+    with engine.build():
+        model = workload.make_model(shape)
+    engine.attach(model, lr=workload.LR)
+    workload.prepare(model)
+    return model
+
+
 def pagoda(shape: str, batch: int, **config: Any) -> dict[str, Any]:
     """Pagoda, where `config` says. `deterministic`: kernels that always give the same bits."""
     steps = config.pop("steps", STEPS)
     torch.use_deterministic_algorithms(config.pop("deterministic", False))
     with _engine(**config) as engine:
-        with engine.build():
-            model = workload.make_model(shape)
-        engine.attach(model, lr=workload.LR)
-        workload.prepare(model)
+        model = _attached(engine, shape)
         snapshots = []
 
         def step(tokens: torch.Tensor) -> torch.Tensor:
@@ -185,10 +191,7 @@ def traced(shape: str, batch: int, *, trace: Path, **config: Any) -> dict[str, A
         with _engine(trace=mine, trace_steps=str(shown), **config) as engine, profile(
                 activities=[activity], schedule=schedule(wait=shown - 2, warmup=1, active=1),
                 on_trace_ready=lambda done: done.export_chrome_trace(str(kernels))) as profiler:
-            with engine.build():
-                model = workload.make_model(shape)
-            engine.attach(model, lr=workload.LR)
-            workload.prepare(model)
+            model = _attached(engine, shape)
             ends: list[int] = []  # of each step(): there the engine's recording begins
 
             def step(tokens: torch.Tensor) -> torch.Tensor:

@@ -63,8 +63,9 @@ class Engine:
     The ranks are those of `group`, by default of torch.distributed's default group or, where that
     has not been initialized, of torchrun's environment. The engine makes groups of its own beside
     them, over Gloo; gradients go over `gradient_group` where one is given, which has the same ranks
-    and belongs to the engine alone: `torch.distributed.new_group(backend="nccl")`. With several ranks attach(), step(), join(), grad(), grad_norm(), release() and
-    save_pretrained() are collectives.
+    and belongs to the engine alone: `torch.distributed.new_group(backend="nccl")`. With several
+    ranks attach(), step(), join(), grad(), grad_norm(), release() and save_pretrained() are
+    collectives.
 
     An engine ends with close(), with its `with` block, or when it is dropped. Parameters that were
     not released by then throw when they are used.

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <filesystem>
-#include <limits>
 #include <string>
 
 #include "pagoda/base/error.h"
@@ -79,8 +78,7 @@ pager::Tiers::Options tiers_options(const Config& config,
                                                           : options.device_budget / kGradientShare;
   PAGODA_REQUIRE_LT(options.gradient_staging, options.device_budget,
                     "gradient_staging leaves nothing of device_budget for pages");
-  options.host_budget =
-      config.host_budget != 0 ? config.host_budget : std::numeric_limits<Bytes>::max() / 2;
+  options.host_budget = config.host_budget != 0 ? config.host_budget : kNoLimit;
   for (const std::string& directory : config.nvme) options.swap.directories.emplace_back(directory);
   if (!config.nvme.empty()) {
     options.swap.capacity =

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <limits>
 #include <memory>
 
 #include "pagoda/device/device.h"
@@ -8,6 +9,9 @@
 #include "pagoda/pager/tiers.h"
 
 namespace pagoda::engine {
+
+/// The host's budget where none is set.
+inline constexpr Bytes kNoLimit = std::numeric_limits<Bytes>::max() / 2;
 
 /// The device that the configuration names; "auto" is a GPU where there is one.
 std::shared_ptr<device::Device> make_device(const Config& config);

@@ -6,6 +6,7 @@
 
 #include "pagoda/base/error.h"
 #include "pagoda/engine/config_field.h"
+#include "pagoda/optim/updater.h"
 
 namespace pagoda {
 namespace {
@@ -52,10 +53,12 @@ void check_budgets(const Config& config) {
   fits("gradient_staging", config.gradient_staging, "device_budget", config.device_budget);
   fits("activation_reserve", config.activation_reserve, "host_budget", config.host_budget);
   fits("staging", config.staging, "host_budget", config.host_budget);
-  if (!config.nvme.empty()) {  // a chunk has up to five arrays, parameters and gradients included
+  if (!config.nvme.empty()) {
+    using optim::Updater;
     fits("five times update_chunk times update_buffers (four of them)",
-         5 * config.update_chunk * std::min(config.update_buffers, 4U), "host_budget",
-         config.host_budget);
+         Updater::kArrays * config.update_chunk *
+             std::min(config.update_buffers, Updater::kLeastBuffers),
+         "host_budget", config.host_budget);
   }
 }
 

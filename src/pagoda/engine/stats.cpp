@@ -5,10 +5,10 @@
 
 #include <fmt/format.h>
 
+#include "pagoda/engine/backend.h"
+
 namespace pagoda::engine {
 namespace {
-
-constexpr Bytes kNoLimit = Bytes{1} << 60U;  // and above: nobody has set one
 
 double milliseconds(Nanos nanos) {
   return static_cast<double>(nanos) * 1e-6;

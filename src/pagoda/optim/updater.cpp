@@ -21,7 +21,6 @@ using kernels::Dtype;
 using kernels::Elements;
 using pager::Tier;
 
-constexpr unsigned kBuffersAnyway = 4;
 constexpr std::uint64_t kChunkInMemory = std::uint64_t{16} << 20U;  // elements
 
 /// Different parameters round with different noise.
@@ -77,11 +76,9 @@ Updater::Updater(pager::Pager& pager, ThreadPool& pool, Options options)
   PAGODA_REQUIRE_EQ(options_.chunk % pager::Slicing::kBlock, 0U,
                     "update_chunk must be a multiple of {} elements", pager::Slicing::kBlock);
   PAGODA_REQUIRE_GE(options_.buffers, 2U, "update_buffers must be at least 2");
-  // The largest chunk: fp32 or 16-bit parameter with whole master, moments, fp32 gradient.
-  const Bytes bytes = options_.chunk * (4 + 4 + 4 + 4 + 4) + 4 * StateLayout::kAlignment;
-  // In a small budget they are not what it is for: four are enough to overlap reads and writes.
+  const Bytes bytes = options_.chunk * kArrays * sizeof(float) + 4 * StateLayout::kAlignment;
   const Bytes most = pager_.tiers().budget(Tier::Host).limit() / 8;
-  for (unsigned i = 0; i < options_.buffers && (i < kBuffersAnyway || (i + 1) * bytes <= most);
+  for (unsigned i = 0; i < options_.buffers && (i < kLeastBuffers || (i + 1) * bytes <= most);
        ++i) {
     slots_.push_back(std::make_unique<Slot>());
     if (!pager_.tiers().all_in_place()) {

@@ -44,6 +44,12 @@ struct UpdaterStats {
 /// called from any thread.
 class Updater final : public pager::Debts {
  public:
+  /// Arrays of a chunk in a buffer, four bytes an element each at most: master, two moments,
+  /// parameter and gradient.
+  static constexpr Bytes kArrays = 5;
+  /// Buffers that are taken however small the host's budget is: reads and writes overlap with them.
+  static constexpr unsigned kLeastBuffers = 4;
+
   struct Options {
     StateLayout::Master master16 = StateLayout::Master::Whole;  // for 16-bit parameters
     kernels::Dtype moments = kernels::Dtype::F32;

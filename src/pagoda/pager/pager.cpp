@@ -200,9 +200,10 @@ void Pager::bury(const Lock& lock) {
 }
 
 void Pager::touch(std::span<const Access> accesses, std::uint8_t mode, device::Stream* consumer) {
+  const bool captured = consumer != nullptr && consumer->capturing();
   Lock lock(mutex_);
   bury(lock);
-  if (consumer != nullptr && consumer->capturing()) return touch_held(accesses, lock);
+  if (captured) return touch_held(accesses, lock);
   bool writes = debts_ != nullptr && std::any_of(accesses.begin(), accesses.end(),
                                                  [](const Access& access) { return access.write; });
   for (;;) {
