@@ -36,6 +36,8 @@ struct Updater::Record {
   StateLayout layout;
   std::uint64_t done = 0;                   // updates this rank's part has seen; guarded by mutex_
   std::uint64_t target = 0;                 // …must see; guarded by mutex_
+  std::size_t place = ~std::size_t{0};      // in the order to follow; guarded by mutex_
+  bool urgent = false;                      // somebody waits for it; guarded by mutex_
   std::uint64_t chunks_left = 0;            // the thread's
   std::shared_ptr<const StepScalars> step;  // of the update under way
 };
@@ -157,22 +159,24 @@ void Updater::start(std::span<TrainedPage* const> order,
     ++record.target;
     record.step = scalars;
     if (page->begun) ++stats_.early;
-    queue_.push_back(&record);
+    queue_.insert(std::upper_bound(queue_.begin(), queue_.end(), &record, sooner), &record);
     ++owed_;
   }
   changed_.notify_all();
 }
 
 void Updater::follow(std::span<TrainedPage* const> order) {
-  std::unordered_map<const TrainedPage*, std::size_t> place;
-  for (const TrainedPage* page : order) place.emplace(page, place.size());
   const std::lock_guard lock(mutex_);
-  const auto position = [&](const Record* record) {
-    const auto found = place.find(record->page);
-    return found == place.end() ? place.size() : found->second;
-  };
-  std::stable_sort(queue_.begin(), queue_.end(),
-                   [&](const Record* a, const Record* b) { return position(a) < position(b); });
+  for (auto& [page, record] : records_) record->place = ~std::size_t{0};
+  std::size_t place = 0;
+  for (const TrainedPage* page : order) records_.at(page->page)->place = place++;
+  std::stable_sort(queue_.begin(), queue_.end(), sooner);
+}
+
+/// Whether `a` is updated before `b`, if both wait.
+bool Updater::sooner(const Record* a, const Record* b) noexcept {
+  if (a->urgent || b->urgent) return a->urgent && !b->urgent;
+  return a->place < b->place;
 }
 
 void Updater::settle(pager::Page& page) {
@@ -181,7 +185,8 @@ void Updater::settle(pager::Page& page) {
   PAGODA_CHECK(found != records_.end(), "page {} owes an update and has no state", page.name);
   Record& record = *found->second;
   const auto queued = std::find(queue_.begin(), queue_.end(), &record);
-  if (queued != queue_.end() && queued != queue_.begin()) {
+  if (queued != queue_.end()) {
+    record.urgent = true;
     queue_.erase(queued);
     queue_.push_front(&record);
   }
@@ -308,6 +313,7 @@ void Updater::fill_slots(std::unique_lock<std::mutex>& lock) {
     if (current_ == nullptr) {
       if (queue_.empty()) break;
       current_ = queue_.front();
+      current_->urgent = false;
       queue_.pop_front();
       next_chunk_ = 0;
       current_->chunks_left = current_->layout.chunks(current_->page->updated.size());

@@ -80,9 +80,11 @@ class Updater final : public pager::Debts {
   void add(TrainedPage& page, const Optimizer& optimizer);
   void remove(TrainedPage& page);
 
-  /// The pages, which the pager knows to owe an update, are updated in this order.
+  /// The pages, which the pager knows to owe an update, are updated, where follow() has said
+  /// nothing of them in this order.
   void start(std::span<TrainedPage* const> order, std::shared_ptr<const StepScalars> scalars);
-  /// What waits is made in this order from now on; what is not in it, last.
+  /// What waits is made in this order, and so is what is started until the next call: what the next
+  /// forward needs first must not wait for the rest. What is not in it comes last.
   void follow(std::span<TrainedPage* const> order);
 
   void settle(pager::Page& page) override;
@@ -109,6 +111,7 @@ class Updater final : public pager::Debts {
   struct Slot;
   struct Array;
 
+  static bool sooner(const Record* a, const Record* b) noexcept;
   void run();
   void fill_slots(std::unique_lock<std::mutex>& lock);
   template <class Fn>
@@ -127,11 +130,11 @@ class Updater final : public pager::Debts {
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::unordered_map<const pager::Page*, std::unique_ptr<Record>> records_;  // guarded by mutex_
-  std::deque<Record*> queue_;                                                // guarded by mutex_
-  std::size_t owed_ = 0;      // pages queued or under way; guarded by mutex_
-  std::exception_ptr error_;  // guarded by mutex_
-  bool stopping_ = false;     // guarded by mutex_
-  UpdaterStats stats_;        // guarded by mutex_
+  std::deque<Record*> queue_;  // guarded by mutex_; as sooner() says
+  std::size_t owed_ = 0;       // pages queued or under way; guarded by mutex_
+  std::exception_ptr error_;   // guarded by mutex_
+  bool stopping_ = false;      // guarded by mutex_
+  UpdaterStats stats_;         // guarded by mutex_
 
   // The rest belongs to the thread.
   std::vector<std::unique_ptr<Slot>> slots_;

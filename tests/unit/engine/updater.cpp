@@ -1,0 +1,145 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "pagoda/optim/updater.h"
+
+#include <latch>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "pagoda/device/host/host_device.h"
+
+namespace pagoda::optim {
+namespace {
+
+using kernels::Dtype;
+using testing::ElementsAre;
+
+/// An updater by itself, with pages of bf16 ones and gradients of bf16 halves in host memory.
+class UpdaterAlone : public testing::Test {
+ protected:
+  UpdaterAlone() {
+    pager::Tiers::Options options;
+    options.device = device::host::make_device({});
+    options.device_budget = 1_MiB;
+    options.host_budget = 64_MiB;
+    tiers_ = std::make_unique<pager::Tiers>(options);
+    pager_ = std::make_unique<pager::Pager>(*tiers_, pager::Pager::Options{});
+    updater_ = std::make_unique<Updater>(*pager_, pool_, Updater::Options{});
+    updater_->set_callbacks(
+        [this](TrainedPage& page, std::uint64_t) {
+          const std::lock_guard lock(mutex_);
+          order_.push_back(page.number);
+          return true;
+        },
+        {});
+    pager_->set_debts(updater_.get());
+  }
+  ~UpdaterAlone() override {
+    updater_->stop();
+    pager_->set_debts(nullptr);
+  }
+
+  TrainedPage& page(std::uint64_t elements) {
+    const std::vector<std::uint16_t> ones(elements, 0x3F80);
+    const std::vector<std::uint16_t> halves(elements, 0x3F00);
+    auto page = std::make_unique<TrainedPage>();
+    page->number = static_cast<std::uint32_t>(pages_.size());
+    page->page =
+        &pager_->adopt(fmt::format("page {}", page->number), elements, 2, pager::Placement::Host,
+                       std::as_bytes(std::span(ones)).data(), device::Direction::HostToHost);
+    page->dtype = page->gradient_dtype = Dtype::BF16;
+    page->segments = {{{0, elements}, 0, 0}};
+    page->parameters = {{.index = page->number, .used = true}};
+    page->reduced = page->updated = page->gradient_range = {0, elements};
+    page->gradient = tiers_->allocate(page->gradient_bytes(), pager::Placement::Host,
+                                      pager::tag::kGradients, "gradient");
+    tiers_->write(page->gradient, 0, std::as_bytes(std::span(halves)));
+    page->state = tiers_->allocate(updater_->layout(*page, rule_).bytes(elements),
+                                   pager::Placement::Host, pager::tag::kOptimizer, "state");
+    updater_->add(*page, rule_);
+    pages_.push_back(std::move(page));
+    return *pages_.back();
+  }
+
+  /// As step() does: the pages owe an update, which is queued.
+  void start(const std::vector<TrainedPage*>& pages) {
+    for (TrainedPage* page : pages) {
+      page->parameters[0].used = true;
+      pager_->owe({&page->page, 1});
+    }
+    updater_->start(pages, scalars_);
+  }
+
+  /// The numbers of the pages whose updates are made while `work` runs and after it, in their
+  /// order. The updater is kept busy with another page meanwhile.
+  template <class Work>
+  std::vector<std::uint32_t> order_of(const Work& work) {
+    TrainedPage& first = page(100);
+    std::latch busy(1);
+    std::latch go(1);
+    updater_->set_callbacks(
+        [&, this](TrainedPage& page, std::uint64_t) {
+          if (&page == &first) {
+            busy.count_down();
+            go.wait();
+            return true;
+          }
+          const std::lock_guard lock(mutex_);
+          order_.push_back(page.number);
+          return true;
+        },
+        {});
+    start({&first});
+    busy.wait();
+    work();
+    go.count_down();
+    updater_->settle_all();
+    const std::lock_guard lock(mutex_);
+    return std::exchange(order_, {});
+  }
+
+  ThreadPool pool_{2, "update"};
+  const Optimizer rule_ = AdamW{.lr = 0.1};
+  const std::shared_ptr<const StepScalars> scalars_ =
+      std::make_shared<const StepScalars>(StepScalars{1, {rule_}});
+  std::unique_ptr<pager::Tiers> tiers_;
+  std::unique_ptr<pager::Pager> pager_;
+  std::vector<std::unique_ptr<TrainedPage>> pages_;
+  std::unique_ptr<Updater> updater_;
+  std::mutex mutex_;
+  std::vector<std::uint32_t> order_;  // guarded by mutex_
+};
+
+TEST_F(UpdaterAlone, MakesUpdatesAsTheyComeAtFirst) {
+  TrainedPage& a = page(100);
+  TrainedPage& b = page(100);
+  TrainedPage& c = page(100);
+  EXPECT_THAT(order_of([&] { start({&c, &a, &b}); }), ElementsAre(2, 0, 1));
+}
+
+TEST_F(UpdaterAlone, FollowsTheOrderWithWhatWaitsAndWithWhatComesLater) {
+  TrainedPage& a = page(100);
+  TrainedPage& b = page(100);
+  TrainedPage& c = page(100);
+  TrainedPage& d = page(100);
+  EXPECT_THAT(order_of([&] {
+                start({&d, &b, &a});
+                updater_->follow(std::vector{&a, &b, &c});
+              }),
+              ElementsAre(0, 1, 3));
+  // The next backward: gradients come from the last layer on, and what the next forward needs first
+  // does not wait for the rest.
+  EXPECT_THAT(order_of([&] {
+                start({&d});
+                start({&c});
+                start({&b});
+                start({&a});
+              }),
+              ElementsAre(0, 1, 2, 3));
+}
+
+}  // namespace
+}  // namespace pagoda::optim
