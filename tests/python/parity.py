@@ -86,7 +86,7 @@ def config_below_a_third(make: Make, **more: Any) -> dict[str, Any]:
     staging = max(pages) + 4096
     return {"device": "cpu", "device_budget": sum(pages) // 3 - 1, "gradient_staging": staging,
             "parameters": "host", "update_chunk": "64KiB", "update_threads": 1, "fetch_threads": 2,
-            **more}
+            "lookup_in_place": 1, **more}
 
 
 def train_attached(engine: pagoda.Engine, model: torch.nn.Module, loss: Loss,

@@ -98,6 +98,7 @@ void set_small_pieces(pagoda::Config& config) {
   config.update_chunk = 16_KiB;
   config.update_buffers = 3;
   config.bucket = 40_KiB;
+  config.lookup_in_place = 1;
   config.fetch_threads = 2;
   config.update_threads = 1;
   config.heartbeat = 1;

@@ -77,6 +77,7 @@ struct Config {
   Bytes update_chunk = 4_MiB;
   unsigned update_buffers = 8;
   Bytes staging = 4_MiB;
+  Bytes lookup_in_place = 64_MiB;
   Bytes bucket = 32_MiB;
 
   // What is watched.

@@ -268,6 +268,9 @@ std::vector<ConfigField> make_fields() {
             "than an eighth of host_budget"),
       bytes(PAGODA_FIELD(staging),
             "Host memory of each fetch thread, between files, ranks and device"),
+      bytes(PAGODA_FIELD(lookup_in_place),
+            "An embedding at least so large is read row by row where it lies in host memory, its "
+            "rows updated before the rest; 0: always fetched whole"),
       bytes(PAGODA_FIELD(bucket), "Gradients that ranks reduce at a time"),
       real(PAGODA_FIELD(timeout), false, "Seconds after which a silent rank is taken for lost"),
       real(PAGODA_FIELD(heartbeat), false, "Seconds between signs of life of a rank"),

@@ -37,6 +37,7 @@ std::string Stats::table() const {
        fmt::format("{} ({:.2f} %)", pager.prefetch_hits, 100 * pager.hit_rate()));
   line(out, "late prefetches",
        fmt::format("{}, stalled {:.1f} ms", pager.late_prefetches, milliseconds(pager.late_stall)));
+  line(out, "lookups in place", fmt::format("{}", pager.lookups));
   line(out, "evictions",
        fmt::format("{}, {} of them prefetched for nothing", pager.evictions,
                    pager.wasted_prefetches));

@@ -1,6 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "pagoda/optim/optimizer.h"
 
+#include <algorithm>
+#include <vector>
+
+#include "pagoda/base/thread_pool.h"
+
 namespace pagoda::optim {
 namespace {
 
@@ -10,6 +15,32 @@ struct Overloaded : Fns... {
 };
 template <class... Fns>
 Overloaded(Fns...) -> Overloaded<Fns...>;
+
+/// One step over a slice, on this thread, or this and those of a pool.
+template <class... Pool>
+void apply_on(const Optimizer& optimizer, const kernels::Step& step,
+              const kernels::OptimizerSlice& slice, Pool&... pool) {
+  using kernels::Decay;
+  std::visit(
+      Overloaded{
+          [&](const AdamW& r) {
+            kernels::adam_step({r.lr, r.beta1, r.beta2, r.eps, r.weight_decay, Decay::Decoupled},
+                               step, slice, pool...);
+          },
+          [&](const Adam& r) {
+            kernels::adam_step({r.lr, r.beta1, r.beta2, r.eps, r.weight_decay, Decay::L2}, step,
+                               slice, pool...);
+          },
+          [&](const Sgd& r) {
+            kernels::sgd_step(
+                {r.lr, r.momentum, r.dampening, r.weight_decay, Decay::L2, r.nesterov}, step, slice,
+                pool...);
+          },
+          [&](const Lion& r) {
+            kernels::lion_step({r.lr, r.beta1, r.beta2, r.weight_decay}, step, slice, pool...);
+          }},
+      optimizer);
+}
 
 }  // namespace
 
@@ -39,26 +70,27 @@ bool has_variance(const Optimizer& optimizer) noexcept {
 
 void apply(const Optimizer& optimizer, const kernels::Step& step,
            const kernels::OptimizerSlice& slice, ThreadPool& pool) {
-  using kernels::Decay;
-  std::visit(
-      Overloaded{[&](const AdamW& r) {
-                   kernels::adam_step(
-                       {r.lr, r.beta1, r.beta2, r.eps, r.weight_decay, Decay::Decoupled}, step,
-                       slice, pool);
-                 },
-                 [&](const Adam& r) {
-                   kernels::adam_step({r.lr, r.beta1, r.beta2, r.eps, r.weight_decay, Decay::L2},
-                                      step, slice, pool);
-                 },
-                 [&](const Sgd& r) {
-                   kernels::sgd_step(
-                       {r.lr, r.momentum, r.dampening, r.weight_decay, Decay::L2, r.nesterov}, step,
-                       slice, pool);
-                 },
-                 [&](const Lion& r) {
-                   kernels::lion_step({r.lr, r.beta1, r.beta2, r.weight_decay}, step, slice, pool);
-                 }},
-      optimizer);
+  apply_on(optimizer, step, slice, pool);
+}
+
+void apply(const Optimizer& optimizer, const kernels::Step& step,
+           std::span<const kernels::OptimizerSlice> slices, ThreadPool& pool) {
+  if (slices.size() == 1) return apply(optimizer, step, slices[0], pool);
+  // No piece keeps a thread busy for long, and no thread is woken for a little.
+  constexpr std::size_t kPiece = 65536;  // elements
+  std::vector<kernels::OptimizerSlice> pieces;
+  std::size_t elements = 0;
+  for (const kernels::OptimizerSlice& slice : slices) {
+    elements += slice.count;
+    for (std::size_t at = 0; at < slice.count; at += kPiece) {
+      pieces.push_back(slice.part(at, std::min(at + kPiece, slice.count)));
+    }
+  }
+  if (pieces.empty()) return;
+  const std::size_t together = std::max<std::size_t>(1, pieces.size() * kPiece / elements);
+  pool.parallel_for(0, pieces.size(), together, [&](std::size_t begin, std::size_t end) {
+    for (std::size_t i = begin; i < end; ++i) apply_on(optimizer, step, pieces[i]);
+  });
 }
 
 }  // namespace pagoda::optim

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <span>
 #include <string_view>
 #include <variant>
 
@@ -64,5 +65,8 @@ bool has_variance(const Optimizer& optimizer) noexcept;
 /// One step of the rule over a slice.
 void apply(const Optimizer& optimizer, const kernels::Step& step,
            const kernels::OptimizerSlice& slice, ThreadPool& pool);
+/// The same over many, which may be small.
+void apply(const Optimizer& optimizer, const kernels::Step& step,
+           std::span<const kernels::OptimizerSlice> slices, ThreadPool& pool);
 
 }  // namespace pagoda::optim

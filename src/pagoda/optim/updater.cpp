@@ -21,11 +21,23 @@ using kernels::Dtype;
 using kernels::Elements;
 using pager::Tier;
 
-constexpr std::uint64_t kChunkInMemory = std::uint64_t{16} << 20U;  // elements
-
 /// Different parameters round with different noise.
 std::uint64_t rounding_seed(std::uint64_t seed, std::uint32_t parameter) {
   return kernels::mix64(kernels::mix64(seed) ^ parameter);
+}
+
+/// What of `all` is in none of the holes, which ascend.
+std::vector<pager::Range> without(pager::Range all, std::span<const pager::Range> holes) {
+  std::vector<pager::Range> out;
+  std::uint64_t at = all.begin;
+  for (auto hole = std::partition_point(holes.begin(), holes.end(),
+                                        [&](const auto& h) { return h.end <= all.begin; });
+       hole != holes.end() && hole->begin < all.end; ++hole) {
+    if (hole->begin > at) out.push_back({at, hole->begin});
+    at = std::min(hole->end, all.end);
+  }
+  if (at < all.end) out.push_back({at, all.end});
+  return out;
 }
 
 }  // namespace
@@ -40,6 +52,12 @@ struct Updater::Record {
   bool urgent = false;                      // somebody waits for it; guarded by mutex_
   std::uint64_t chunks_left = 0;            // the thread's
   std::shared_ptr<const StepScalars> step;  // of the update under way
+  bool in_place = false;                    // nothing of it passes through buffers
+  std::uint64_t computed = 0;               // chunks of the update under way: the thread's
+  /// Elements that go before the others of their page, in ascending order.
+  std::vector<pager::Range> asked;  // guarded by mutex_
+  std::vector<pager::Range> made;   // …so that they are not made again: the thread's
+  bool parts_made = false;          // guarded by mutex_
 };
 
 /// Bytes of one home that a chunk reads or writes: in place, or through the slot's buffer.
@@ -130,12 +148,13 @@ void Updater::add(TrainedPage& page, const Optimizer& optimizer) {
   auto record = std::make_unique<Record>();
   record->page = &page;
   record->layout = layout(page, optimizer);
-  // Where nothing passes through buffers their size need not count: every thread gets work that is
-  // worth waking it. (Larger chunks have less padding: the state's home is large enough.)
+  // Where nothing passes through buffers their size need not count. (Larger chunks have less
+  // padding: the state's home is large enough.)
   const pager::Tiers& tiers = pager_.tiers();
   if (tiers.in_place(page.state) && tiers.in_place(page.gradient) &&
       tiers.in_place(page.page->home)) {
-    record->layout.chunk = std::max(record->layout.chunk, kChunkInMemory);
+    record->in_place = true;
+    record->layout.chunk = std::max(record->layout.chunk, options_.chunk_in_memory);
     PAGODA_CHECK_LE(record->layout.bytes(page.updated.size()), page.state.size());
   }
   const std::lock_guard lock(mutex_);
@@ -198,6 +217,32 @@ void Updater::settle(pager::Page& page) {
   pager_.await_version(page);
 }
 
+bool Updater::settles_parts(const pager::Page& page) {
+  const std::lock_guard lock(mutex_);
+  const auto found = records_.find(&page);
+  if (found == records_.end()) return true;  // not trained: always up to date
+  return found->second->in_place && found->second->page->updated.size() == page.elements;
+}
+
+void Updater::settle_parts(pager::Page& page, std::span<const pager::Range> parts) {
+  std::unique_lock lock(mutex_);
+  Record& record = *records_.at(&page);
+  const std::uint64_t target = record.target;
+  if (record.done >= target) return;
+  if (!record.asked.empty() || record.parts_made) {  // others went first, and once is enough
+    lock.unlock();
+    settle(page);
+    return;
+  }
+  if (parts.empty()) return;
+  record.asked.assign(parts.begin(), parts.end());
+  asked_.push_back(&record);
+  changed_.notify_all();
+  changed_.wait(lock,
+                [&] { return record.parts_made || record.done >= target || error_ != nullptr; });
+  if (error_ != nullptr) std::rethrow_exception(error_);
+}
+
 void Updater::about_to_write(pager::Page& page) {
   Writing writing;
   {
@@ -253,8 +298,8 @@ void Updater::run() {
   std::unique_lock lock(mutex_);
   for (;;) {
     changed_.wait(lock, [&] {
-      return stopping_ || (error_ == nullptr && !queue_.empty()) || current_ != nullptr ||
-             !reading_.empty() || !writing_.empty();
+      return stopping_ || (error_ == nullptr && (!queue_.empty() || !asked_.empty())) ||
+             current_ != nullptr || !reading_.empty() || !writing_.empty();
     });
     if (stopping_ || error_ != nullptr) {
       // Buffers are the disk's until their transfers are over.
@@ -274,6 +319,11 @@ void Updater::run() {
       return;
     }
     try {
+      while (!asked_.empty()) {
+        Record& record = *asked_.front();
+        asked_.pop_front();
+        make_parts(record, lock);
+      }
       fill_slots(lock);
       lock.unlock();
       if (!reading_.empty()) {
@@ -398,8 +448,6 @@ void Updater::compute(Slot& slot) {
   PAGODA_TRACE("optim", "update", {"page", page.page->name}, {"elements", count});
   const Stopwatch working;
   std::byte* state = slot.state.memory;
-  const Elements momentum{layout.moments, layout.momentum ? state + at.momentum : nullptr};
-  const Elements variance{layout.moments, layout.variance ? state + at.variance : nullptr};
   if (page.state_blank) {
     std::memset(state, 0, at.end);
     if (layout.master == StateLayout::Master::Whole) {
@@ -407,36 +455,8 @@ void Updater::compute(Slot& slot) {
                     pool_);
     }
   }
-  for (const Segment& segment : page.segments) {
-    const std::uint64_t from = std::max(first, segment.range.begin);
-    const std::uint64_t to = std::min(first + count, segment.range.end);
-    const TrainedParameter& parameter = page.parameters[segment.parameter];
-    if (from >= to || !parameter.used) continue;
-    const std::size_t skip = from - first;
-    kernels::OptimizerSlice slice;
-    slice.first_index = segment.first_index + (from - segment.range.begin);
-    slice.count = to - from;
-    slice.grad = ConstElements{page.gradient_dtype, slot.gradient.memory}.from(skip);
-    const Elements values = Elements{page.dtype, slot.parameter.memory}.from(skip);
-    switch (layout.master) {
-      case StateLayout::Master::Parameter:
-        slice.master = static_cast<float*>(values.data);
-        break;
-      case StateLayout::Master::Whole:
-        slice.master = reinterpret_cast<float*>(state) + skip;
-        slice.param = values;
-        break;
-      case StateLayout::Master::Split:
-        slice.rest = reinterpret_cast<std::int16_t*>(state) + skip;
-        slice.param = values;
-        break;
-    }
-    slice.momentum = momentum.from(skip);
-    slice.variance = variance.from(skip);
-    const kernels::Step step{parameter.updates + 1, record.step->grad_scale,
-                             rounding_seed(options_.seed, parameter.index)};
-    apply(record.step->optimizers[parameter.group], step, slice, pool_);
-  }
+  apply_rules(slot, without({first, first + count}, record.made));
+  ++record.computed;
   const Nanos busy = working.elapsed_ns();
 
   Bytes written = 0;
@@ -456,6 +476,91 @@ void Updater::compute(Slot& slot) {
   stats_.busy += busy;
   stats_.elements += count;
   stats_.nvme_written += written;
+}
+
+/// Updates these elements of the slot's chunk, which ascend; its bytes are there.
+void Updater::apply_rules(const Slot& slot, std::span<const pager::Range> wanted) {
+  const Record& record = *slot.record;
+  const TrainedPage& page = *record.page;
+  const StateLayout& layout = record.layout;
+  const std::uint64_t first = page.updated.begin + slot.chunk * layout.chunk;
+  const StateLayout::Offsets at = layout.offsets(layout.count(page.updated.size(), slot.chunk));
+  std::byte* state = slot.state.memory;
+  const Elements momentum{layout.moments, layout.momentum ? state + at.momentum : nullptr};
+  const Elements variance{layout.moments, layout.variance ? state + at.variance : nullptr};
+  std::vector<kernels::OptimizerSlice> slices;
+  for (const Segment& segment : page.segments) {
+    const TrainedParameter& parameter = page.parameters[segment.parameter];
+    if (!parameter.used) continue;
+    slices.clear();
+    for (const pager::Range& range : wanted) {
+      const std::uint64_t from = std::max(range.begin, segment.range.begin);
+      const std::uint64_t to = std::min(range.end, segment.range.end);
+      if (from >= to) continue;
+      const std::size_t skip = from - first;
+      kernels::OptimizerSlice& slice = slices.emplace_back();
+      slice.first_index = segment.first_index + (from - segment.range.begin);
+      slice.count = to - from;
+      slice.grad = ConstElements{page.gradient_dtype, slot.gradient.memory}.from(skip);
+      const Elements values = Elements{page.dtype, slot.parameter.memory}.from(skip);
+      switch (layout.master) {
+        case StateLayout::Master::Parameter:
+          slice.master = static_cast<float*>(values.data);
+          break;
+        case StateLayout::Master::Whole:
+          slice.master = reinterpret_cast<float*>(state) + skip;
+          slice.param = values;
+          break;
+        case StateLayout::Master::Split:
+          slice.rest = reinterpret_cast<std::int16_t*>(state) + skip;
+          slice.param = values;
+          break;
+      }
+      slice.momentum = momentum.from(skip);
+      slice.variance = variance.from(skip);
+    }
+    const kernels::Step step{parameter.updates + 1, record.step->grad_scale,
+                             rounding_seed(options_.seed, parameter.index)};
+    apply(record.step->optimizers[parameter.group], step, slices, pool_);
+  }
+}
+
+/// Updates the parts that somebody waits for, as far as their chunks' turn has not come yet.
+void Updater::make_parts(Record& record, std::unique_lock<std::mutex>& lock) {
+  const TrainedPage& page = *record.page;
+  std::vector<pager::Range> parts = std::exchange(record.asked, {});
+  if (page.state_blank) {  // masters are made chunk by chunk: all of the page goes first
+    record.urgent = true;
+    std::stable_sort(queue_.begin(), queue_.end(), sooner);
+    return;
+  }
+  lock.unlock();
+  PAGODA_TRACE("optim", "update parts", {"page", page.page->name}, {"parts", parts.size()});
+  const Stopwatch working;
+  const std::uint64_t chunk = record.layout.chunk;
+  Slot slot;
+  slot.record = &record;
+  auto next = parts.cbegin();
+  naming_page(slot, [&] {
+    for (slot.chunk = record.computed; slot.chunk < record.layout.chunks(page.updated.size());
+         ++slot.chunk) {
+      const std::uint64_t from = page.updated.begin + slot.chunk * chunk;
+      const std::uint64_t to = from + record.layout.count(page.updated.size(), slot.chunk);
+      while (next != parts.cend() && next->end <= from) ++next;
+      std::vector<pager::Range> here;
+      for (auto part = next; part != parts.cend() && part->begin < to; ++part) {
+        here.push_back({std::max(part->begin, from), std::min(part->end, to)});
+      }
+      if (here.empty()) continue;
+      begin(slot);
+      apply_rules(slot, here);
+    }
+  });
+  record.made = std::move(parts);
+  lock.lock();
+  stats_.busy += working.elapsed_ns();
+  record.parts_made = true;
+  changed_.notify_all();
 }
 
 void Updater::finish(Slot& slot) {
@@ -483,6 +588,11 @@ void Updater::page_done(Record& record) {
   {
     const std::lock_guard lock(mutex_);
     version = ++record.done;
+    record.computed = 0;
+    record.asked.clear();
+    record.made.clear();
+    record.parts_made = false;
+    std::erase(asked_, &record);
     finished = finished_;
     ++stats_.pages;
     changed_.notify_all();

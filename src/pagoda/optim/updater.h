@@ -54,8 +54,10 @@ class Updater final : public pager::Debts {
     StateLayout::Master master16 = StateLayout::Master::Whole;  // for 16-bit parameters
     kernels::Dtype moments = kernels::Dtype::F32;
     std::uint64_t chunk = 1U << 20;  // elements
-    unsigned buffers = 4;            // chunks on their way
-    std::uint64_t seed = 0;          // of stochastic rounding
+    /// …of pages that need no buffers, if more: every thread gets work that is worth waking it.
+    std::uint64_t chunk_in_memory = 16U << 20;
+    unsigned buffers = 4;    // chunks on their way
+    std::uint64_t seed = 0;  // of stochastic rounding
     /// Told of the first error, on the thread that met it.
     std::function<void(std::exception_ptr)> on_failure;
   };
@@ -88,6 +90,9 @@ class Updater final : public pager::Debts {
   void follow(std::span<TrainedPage* const> order);
 
   void settle(pager::Page& page) override;
+  /// Where this rank updates all of the page, and nothing has to be read for it first.
+  bool settles_parts(const pager::Page& page) override;
+  void settle_parts(pager::Page& page, std::span<const pager::Range> parts) override;
   void about_to_write(pager::Page& page) override;
   pager::Range kept(const pager::Page& page, pager::Range slice) override;
   void overwritten(pager::Page& page, std::uint64_t begin, std::uint64_t count,
@@ -118,6 +123,8 @@ class Updater final : public pager::Debts {
   static void naming_page(const Slot& slot, Fn&& fn);
   void begin(Slot& slot);
   void compute(Slot& slot);
+  void apply_rules(const Slot& slot, std::span<const pager::Range> wanted);
+  void make_parts(Record& record, std::unique_lock<std::mutex>& lock);
   void finish(Slot& slot);
   void page_done(Record& record);
 
@@ -131,6 +138,7 @@ class Updater final : public pager::Debts {
   std::condition_variable changed_;
   std::unordered_map<const pager::Page*, std::unique_ptr<Record>> records_;  // guarded by mutex_
   std::deque<Record*> queue_;  // guarded by mutex_; as sooner() says
+  std::deque<Record*> asked_;  // for parts, which go before all else; guarded by mutex_
   std::size_t owed_ = 0;       // pages queued or under way; guarded by mutex_
   std::exception_ptr error_;   // guarded by mutex_
   bool stopping_ = false;      // guarded by mutex_

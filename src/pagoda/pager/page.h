@@ -67,6 +67,7 @@ struct alignas(64) Page {
   std::uint32_t pins = 0;     // operators in flight, and holds
   std::uint32_t holds = 0;    // of these, the user's
   std::uint32_t readers = 0;  // of home, outside the pager
+  std::uint32_t lookups = 0;  // operators in flight that read home: its storage points there
   std::uint32_t place = 0;    // in the pager's list of resident pages
   /// Updates that home has seen, and that it must have seen before anybody may look.
   std::uint64_t version = 0;
@@ -90,6 +91,7 @@ struct alignas(64) Page {
   Home before;
   std::uint64_t resident_version = 0;
   device::Mark written;  // behind the last operator on a stream that wrote it
+  device::Mark looked;   // behind the last one that read home itself
 
   Bytes bytes() const noexcept { return elements * element_size; }
   /// Its bytes on the device, when it is there.

@@ -60,7 +60,13 @@ Pager::~Pager() {
   stop_fetching();
   const Lock lock(mutex_);
   for (const auto& page : pages_) {
-    if (page != nullptr && page->bound) unbind(*page, lock);
+    if (page == nullptr) continue;
+    if (page->bound) unbind(*page, lock);
+    try {
+      if (page->looked.event != nullptr) page->looked.event->wait();
+    } catch (const std::exception& error) {
+      log::debug("pager", "a lookup failed", {{"page", page->name}, {"cause", error.what()}});
+    }
   }
 }
 
@@ -136,6 +142,7 @@ void Pager::storage_died(Page& page) noexcept {
 void Pager::drop(Page& page) {
   Lock lock(mutex_);
   changed_.wait(lock, [&] { return !page.moving() && page.readers == 0; });
+  await_lookups(page, lock);
   page.binding = nullptr;
   remove(page, lock);
 }
@@ -189,8 +196,9 @@ void Pager::bury(const Lock& lock) {
     page->dead = true;
     page->binding = nullptr;
     page->bound = false;
-    const bool busy =
-        page->moving() || page->readers > 0 || page->pins > 0 || page->owes() || page->attached;
+    const bool looked_up = page->looked.event != nullptr && !page->looked.event->done();
+    const bool busy = page->moving() || page->readers > 0 || page->pins > 0 || page->owes() ||
+                      page->attached || looked_up;
     if (busy) return false;
     log::debug("pager", "page dropped with its storage", {{"page", page->name}});
     remove(*page, lock);
@@ -208,6 +216,11 @@ void Pager::touch(std::span<const Access> accesses, std::uint8_t mode, device::S
                                                  [](const Access& access) { return access.write; });
   for (;;) {
     if (!refused_.empty()) throw EngineError(refused_);
+    if (std::any_of(accesses.begin(), accesses.end(),
+                    [](const Access& access) { return access.page->lookups > 0; })) {
+      changed_.wait(lock);  // another thread's operator has the storage, for as long as it takes
+      continue;
+    }
     const auto owing = std::find_if(accesses.begin(), accesses.end(), [](const Access& access) {
       return access.page->owes() || access.page->early != Early::No;
     });

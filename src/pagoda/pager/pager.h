@@ -14,6 +14,7 @@
 #include "pagoda/device/stream.h"
 #include "pagoda/pager/dropped_wait.h"
 #include "pagoda/pager/foresight.h"
+#include "pagoda/pager/lookup.h"
 #include "pagoda/pager/page.h"
 #include "pagoda/pager/pager_stats.h"
 #include "pagoda/pager/tiers.h"
@@ -50,6 +51,8 @@ class Pager {
     unsigned fetch_threads = 4;
     /// Host bytes each fetch thread may use on the way from disk or from other ranks.
     Bytes staging = 4_MiB;
+    /// Pages of at least so many bytes have their rows looked up where they lie; 0: none.
+    Bytes least_lookup = 0;
     int rank = 0;
     Slicing slicing;
     /// For messages: what the user writes to keep a page where raw pointers can see it.
@@ -95,6 +98,12 @@ class Pager {
   void touch(std::span<const Access> accesses, std::uint8_t mode, device::Stream* consumer);
   /// `consumer`: as in touch(); the pages may be evicted once its work so far is over.
   void unpin(std::span<const Access> accesses, device::Stream* consumer) noexcept;
+
+  /// Lets an operator read rows of a page where they lie, in host memory, however the device
+  /// reaches it: the page's storage points there until end_lookup(), with these rows up to date.
+  /// False: the page must be touched, for it lies elsewhere, or is better read on the device.
+  bool begin_lookup(const Lookup& lookup, device::Stream* consumer);
+  void end_lookup(Page& page, device::Stream* consumer) noexcept;
 
   /// From now on these pages owe one more update: nobody sees them before updated(). Returns when
   /// nobody reads their homes any more. Not while an operator runs on them.
@@ -176,6 +185,8 @@ class Pager {
   void fill_from(const Page& page, const Home& home, Range range, std::byte* to, Lane& lane);
   void fill_from_others(const Page& page, std::byte* to, std::uint64_t version, Lane& lane);
   void drop_copy(Page& page, const Lock& lock);
+  void leave_lookup(Page& page) noexcept;
+  void await_lookups(Page& page, Lock& lock);
   void keep_before(Page& page, Lock& lock);
   void write_back(Page& page, Lock& lock);
   void tell_fixed(Page& page);

@@ -272,6 +272,7 @@ void Pager::write_back(Page& page, Lock& lock) {
     const std::lock_guard writing(write_mutex_);
     if (page.ready.event != nullptr) write_stream_->wait(*page.ready.event);
     if (page.written.event != nullptr) write_stream_->wait(*page.written.event);
+    if (page.looked.event != nullptr) write_stream_->wait(*page.looked.event);
     store(page, page.block.on(*write_stream_));
   } catch (Error& failure) {
     failure.add_context(context("page", page.name));
@@ -339,6 +340,7 @@ template <class Work>
 void Pager::alone_with(Page& page, Lock& lock, const Work& work) {
   const Residency was = page.residency;
   set_residency(page, Residency::Leaving, lock);
+  await_lookups(page, lock);
   lock.unlock();
   std::exception_ptr error;
   try {

@@ -16,6 +16,7 @@ struct PagerStats {
   std::uint64_t prefetch_hits = 0;      // …that a prefetch had brought in time
   std::uint64_t prefetches = 0;         // fetches begun ahead of their touch
   std::uint64_t wasted_prefetches = 0;  // …and evicted unused
+  std::uint64_t lookups = 0;            // operators that read rows where they lie
   std::uint64_t evictions = 0;
   std::uint64_t writebacks = 0;
   Nanos fetch_busy = 0;      // fetches took so long, one after the other

@@ -28,6 +28,7 @@ void Pager::owe(std::span<Page* const> pages) {
   for (Page* page : pages) ++page->wanted;
   for (Page* page : pages) {
     changed_.wait(lock, [&] { return !page->moving() && page->readers == 0; });
+    await_lookups(*page, lock);
     if (page->fetch_error != nullptr) {
       const std::exception_ptr error = std::exchange(page->fetch_error, nullptr);
       if (!refused_by_rank(error)) std::rethrow_exception(error);

@@ -158,6 +158,7 @@ Counts counts_of(const engine::Stats& stats) {
   put("pages.prefetch_hits", stats.pager.prefetch_hits);
   put("pages.prefetches", stats.pager.prefetches);
   put("pages.wasted_prefetches", stats.pager.wasted_prefetches);
+  put("pages.lookups", stats.pager.lookups);
   put("pages.evictions", stats.pager.evictions);
   put("pages.writebacks", stats.pager.writebacks);
   put("pages.fault_stall_ns", stats.pager.fault_stall);

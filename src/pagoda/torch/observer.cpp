@@ -11,6 +11,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/record_function.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/SmallVector.h>
 #include <pthread.h>
 
@@ -31,7 +32,8 @@ std::atomic<bool> counting{false};
 std::atomic<std::uint64_t> operators_seen{0};
 std::atomic<std::uint64_t> operators_touching{0};
 
-thread_local bool touching = false;  // this thread brings an operator's pages in
+thread_local bool touching = false;    // this thread brings an operator's pages in
+thread_local bool looking_up = false;  // its operator reads rows in place
 
 /// What an operator holds between its start and its end, with one engine.
 struct Held {
@@ -48,7 +50,8 @@ using HeldPages = c10::SmallVector<Held, 1>;
 
 struct OperatorContext final : at::ObserverContext {
   HeldPages held;
-  Nanos began = 0;  // with its pages there; 0: not traced
+  bool looks_up = false;  // …rows of its one page, in place
+  Nanos began = 0;        // with its pages there; 0: not traced
 };
 
 void note(PageStorage& storage, bool write, HeldPages& held) {
@@ -116,6 +119,36 @@ std::uint8_t touch_mode() {
                                    (in_backward() ? 2U : 0U));
 }
 
+std::vector<std::int64_t> values_of(const at::Tensor& indices) {
+  const c10::impl::ExcludeDispatchKeyGuard no_modes(c10::python_ks);  // of the user's
+  const at::Tensor here = indices.detach().to(at::kCPU, at::kLong).contiguous();
+  const auto* values = here.const_data_ptr<std::int64_t>();
+  return {values, values + here.numel()};
+}
+
+/// Lets an embedding read its rows where they lie; false: its page is to be touched.
+bool look_up(c10::ArrayRef<const c10::IValue> inputs, Held& held) {
+  if (held.accesses.size() != 1 || inputs.size() < 2 || !inputs[0].isTensor() ||
+      !inputs[1].isTensor()) {
+    return false;
+  }
+  const at::Tensor& weight = inputs[0].toTensor();
+  const at::Tensor& indices = inputs[1].toTensor();
+  const bool plain = weight.dim() == 2 && weight.is_contiguous() &&
+                     weight.itemsize() == held.accesses[0].page->element_size &&
+                     indices.defined() && indices.has_storage() &&
+                     indices.storage().data() != nullptr &&
+                     !indices.unsafeGetTensorImpl()->is_python_dispatch();
+  if (!plain) return false;
+  pager::Lookup lookup;
+  lookup.page = held.accesses[0].page;
+  lookup.first = static_cast<std::uint64_t>(weight.storage_offset());
+  lookup.width = static_cast<std::uint64_t>(weight.size(1));
+  lookup.count = static_cast<std::uint64_t>(indices.numel());
+  lookup.rows = [&indices] { return values_of(indices); };
+  return held.pager->begin_lookup(lookup, held.consumer.get());
+}
+
 /// The operator will find its pages' storages throwing `why`.
 void poison(const Held& held, const std::string& why) {
   const auto lock = held.pager->lock();
@@ -133,7 +166,7 @@ std::unique_ptr<at::ObserverContext> operator_starts(const at::RecordFunction& f
   }
   // What a touch does is not observed. Not a RecordFunctionGuard: every change of that rebuilds
   // torch's list of callbacks, which costs more than the touch.
-  if (touching) return nullptr;
+  if (touching || looking_up) return nullptr;
   BirthScope::operator_starts();  // what was made by the last operator may have become a parameter
   if (StorageTable::instance().empty()) return nullptr;
   const auto inputs = function.inputs();
@@ -152,6 +185,10 @@ std::unique_ptr<at::ObserverContext> operator_starts(const at::RecordFunction& f
     Held& held = context->held[i];
     try {
       held.consumer = held.client->consumer();
+      if (traits.looks_up && context->held.size() == 1 && look_up(inputs, held)) {
+        context->looks_up = looking_up = true;
+        break;
+      }
       held.pager->touch(held.all(), touch_mode(), held.consumer.get());
     } catch (...) {
       // A callback may not throw: the storage does it, when the kernel asks it for its bytes.
@@ -173,6 +210,12 @@ void operator_ends(const at::RecordFunction& function, at::ObserverContext* cont
   const auto& ended = static_cast<const OperatorContext&>(*context);
   if (ended.began != 0) {
     trace::slice("operator", function.name(), ended.began, now_ns());
+  }
+  if (ended.looks_up) {
+    looking_up = false;
+    const Held& held = ended.held.front();
+    held.pager->end_lookup(*held.accesses.front().page, held.consumer.get());
+    return;
   }
   for (const Held& held : ended.held) {
     held.pager->unpin(held.all(), held.consumer.get());

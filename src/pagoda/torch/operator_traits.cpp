@@ -66,6 +66,7 @@ OperatorTraits learn(const at::RecordFunction& function) {
     return traits;
   }
   traits.needs_no_data = is_shape_only(name->name);
+  traits.looks_up = name->name == "aten::embedding";
   traits.reads_pointers_on_gpu =
       std::find(kRecurrent.begin(), kRecurrent.end(), name->name) != kRecurrent.end();
   const auto found = c10::Dispatcher::singleton().findSchema(*name);

@@ -19,6 +19,8 @@ struct OperatorTraits {
   /// It looks at the pointers of its inputs before it calls the operators it is made of: recurrent
   /// layers with cuDNN. Their pages are all needed at once.
   bool reads_pointers_on_gpu = false;
+  /// It reads the rows of its first argument that its second one names, and no other bytes of it.
+  bool looks_up = false;
   /// Bit i: it writes to argument i; arguments from 63 on share the last bit.
   std::uint64_t writes = 0;
 

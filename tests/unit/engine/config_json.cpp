@@ -79,6 +79,7 @@ TEST(ConfigJson, EveryValueSurvivesTheWayThereAndBack) {
   config.update_chunk = 12345;
   config.update_buffers = 3;
   config.staging = 1;
+  config.lookup_in_place = 79;
   config.bucket = 4097;
   config.timeout = 1.0 / 7;
   config.heartbeat = 1e-9;

@@ -209,6 +209,7 @@ class Rank {
     for (int step = 0; step < r_.steps; ++step) {
       write(step);
       for (int micro = 0; micro < r_.micro_batches; ++micro) {
+        if (r_.looks_up) look_up(step, micro);
         forward(step);
         backward(step, micro);
       }
@@ -256,6 +257,30 @@ class Rank {
     run(0);
     others.clear();
     if (first != nullptr) std::rethrow_exception(first);
+  }
+
+  /// Some rows of a page, where they lie if the pager lets them be read there.
+  void look_up(int step, int micro) {
+    const std::size_t p = pages_.size() - 3;
+    pager::Lookup lookup;
+    lookup.page = pages_[p];
+    lookup.first = 1;
+    lookup.width = 7;
+    std::vector<std::int64_t> rows = {-1, 1 << 30};
+    const auto all = static_cast<std::int64_t>((pages_[p]->elements - lookup.first) / lookup.width);
+    for (std::int64_t i = 0; i < all / 4; ++i) rows.push_back((i * i + step + micro) % all);
+    lookup.count = rows.size();
+    lookup.rows = [&] { return rows; };
+    if (!runtime_.pager().begin_lookup(lookup, nullptr)) return;
+    const Bits& right = right_[static_cast<std::size_t>(step)][p];
+    bool equal = true;
+    for (const pager::Range& range : pager::elements_of(rows, lookup)) {
+      const Bytes begin = range.begin * pages_[p]->element_size;
+      const Bytes bytes = range.size() * pages_[p]->element_size;
+      equal = equal && std::memcmp(places_[p].data() + begin, &right[begin], bytes) == 0;
+    }
+    runtime_.pager().end_lookup(*pages_[p], nullptr);
+    if (!equal) throw EngineError(fmt::format("rows of page {} differ in step {}", p, step));
   }
 
   void look(int step, const std::vector<Access>& accesses) {

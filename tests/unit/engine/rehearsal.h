@@ -28,6 +28,7 @@ struct Rehearsal {
   Optimizer optimizer = AdamW{};
   bool all_contribute = true;  // false: ranks leave out pages, now and then all of them the same
   bool writes = false;         // user code writes a page in place between steps
+  bool looks_up = false;       // forwards begin with a lookup of rows of the last page but two
   int late_from = -1;          // from this step on, page 1 is looked at between backward and step()
   /// Called between the last backward and step(), on the rank's thread.
   std::function<void(int step, Runtime& runtime)> before_step;

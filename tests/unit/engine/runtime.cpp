@@ -78,6 +78,34 @@ TEST_P(RuntimeRanks, SoOnAnAsynchronousDeviceWithStatesOnDisk) {
   EXPECT_NO_THROW(rehearse(r));
 }
 
+TEST_P(RuntimeRanks, SoWithRowsThatAreLookedUpWhereTheyLie) {
+  Rehearsal r;
+  r.config = tiny();
+  std::tie(r.ranks, r.config.zero) = GetParam();
+  r.config.lookup_in_place = 1;
+  r.config.moments = MomentType::Bf16;
+  r.config.master = Master::Split;
+  r.looks_up = true;
+  r.touching_threads = 2;
+  r.steps = 5;
+  for (const bool prefetch : {false, true}) {
+    r.config.prefetch = prefetch;
+    r.micro_batches = prefetch ? 2 : 1;
+    r.config.clip = prefetch ? 0.5 : 0;
+    std::vector<std::uint64_t> lookups(static_cast<std::size_t>(r.ranks));
+    EXPECT_NO_THROW(rehearse(r, comm::make_thread_worlds(r.ranks), [&](int rank, Runtime& runtime) {
+      lookups[static_cast<std::size_t>(rank)] = runtime.stats().pager.lookups;
+    }));
+    // One in each step, where a rank has all of the page and updates all of it, unless a prefetch
+    // has brought the page in.
+    const std::uint64_t most = r.ranks == 1 || r.config.zero == 0 ? 5U : 0U;
+    EXPECT_THAT(lookups, testing::Each(testing::Le(r.micro_batches * most)));
+    if (!prefetch) {
+      EXPECT_THAT(lookups, testing::Each(most));
+    }
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(, RuntimeRanks,
                          testing::Combine(testing::Values(1, 2, 3), testing::Values(0U, 1U, 3U)),
                          [](const auto& info) {

@@ -4,6 +4,7 @@
 #include <latch>
 #include <memory>
 #include <mutex>
+#include <thread>
 #include <vector>
 
 #include <gmock/gmock.h>
@@ -20,6 +21,8 @@ using testing::ElementsAre;
 /// An updater by itself, with pages of bf16 ones and gradients of bf16 halves in host memory.
 class UpdaterAlone : public testing::Test {
  protected:
+  static constexpr std::uint64_t kChunk = 8192;
+
   UpdaterAlone() {
     pager::Tiers::Options options;
     options.device = device::host::make_device({});
@@ -27,7 +30,10 @@ class UpdaterAlone : public testing::Test {
     options.host_budget = 64_MiB;
     tiers_ = std::make_unique<pager::Tiers>(options);
     pager_ = std::make_unique<pager::Pager>(*tiers_, pager::Pager::Options{});
-    updater_ = std::make_unique<Updater>(*pager_, pool_, Updater::Options{});
+    Updater::Options updates;
+    updates.chunk = 4096;
+    updates.chunk_in_memory = kChunk;
+    updater_ = std::make_unique<Updater>(*pager_, pool_, updates);
     updater_->set_callbacks(
         [this](TrainedPage& page, std::uint64_t) {
           const std::lock_guard lock(mutex_);
@@ -62,6 +68,12 @@ class UpdaterAlone : public testing::Test {
     updater_->add(*page, rule_);
     pages_.push_back(std::move(page));
     return *pages_.back();
+  }
+
+  std::vector<std::uint16_t> values(const TrainedPage& page) {
+    std::vector<std::uint16_t> out(page.elements());
+    tiers_->read(page.page->home, 0, std::as_writable_bytes(std::span(out)));
+    return out;
   }
 
   /// As step() does: the pages owe an update, which is queued.
@@ -139,6 +151,53 @@ TEST_F(UpdaterAlone, FollowsTheOrderWithWhatWaitsAndWithWhatComesLater) {
                 start({&a});
               }),
               ElementsAre(0, 1, 2, 3));
+}
+
+TEST_F(UpdaterAlone, MakesPartsFirstAndTheRestOnce) {
+  constexpr std::uint64_t kElements = 5 * kChunk + 100;
+  TrainedPage& parted = page(kElements);
+  TrainedPage& whole = page(kElements);
+  TrainedPage& busy = page(100);
+  const std::vector<pager::Range> parts = {
+      {0, 1}, {3, kChunk + 7}, {2 * kChunk, 2 * kChunk + 64}, {5 * kChunk + 99, kElements}};
+  EXPECT_TRUE(updater_->settles_parts(*parted.page));
+  // Masters are made with the first update: parts of it are all of it.
+  start({&parted, &whole});
+  updater_->settle_parts(*parted.page, parts);
+  updater_->settle_all();
+  ASSERT_EQ(values(parted), values(whole));
+  const std::vector<std::uint16_t> before = values(parted);
+
+  std::latch held(1);
+  std::latch go(1);
+  updater_->set_callbacks(
+      [&](TrainedPage& page, std::uint64_t) {
+        if (&page != &busy) return true;
+        held.count_down();
+        go.wait();
+        return true;
+      },
+      {});
+  start({&busy});
+  held.wait();
+  start({&whole, &parted});
+  std::vector<std::uint16_t> seen(kElements);  // of the parts; the rest may be under way
+  std::thread reader([&] {
+    updater_->settle_parts(*parted.page, parts);
+    for (const pager::Range& part : parts) {
+      tiers_->read(parted.page->home, part.begin * 2,
+                   std::as_writable_bytes(std::span(seen).subspan(part.begin, part.size())));
+    }
+  });
+  go.count_down();
+  reader.join();
+  updater_->settle_all();
+  const std::vector<std::uint16_t> after = values(whole);
+  EXPECT_EQ(values(parted), after);
+  EXPECT_NE(after[0], before[0]);
+  for (const pager::Range& part : parts) {
+    for (std::uint64_t i = part.begin; i < part.end; ++i) ASSERT_EQ(seen[i], after[i]) << i;
+  }
 }
 
 }  // namespace

@@ -91,6 +91,7 @@ class PagerOn : public testing::TestWithParam<std::tuple<bool, Placement>> {
     Pager::Options pages;
     pages.fetch_threads = 3;
     pages.staging = 4_KiB;
+    pages.least_lookup = 2000;
     pager_ = std::make_unique<Pager>(*tiers_, pages);
   }
   ~PagerOn() override { pager_.reset(); }
@@ -228,6 +229,122 @@ TEST_P(PagerOn, AHeldPageStaysWhereItIsAcrossUpdates) {
   EXPECT_EQ(binding(a).data(), where);
   pager_->release_hold(a);
   EXPECT_TRUE(pager_->evict(a));
+  pager_->set_debts(nullptr);
+}
+
+TEST(Lookup, ElementsOfRowsAscendAndNeighboursAreOne) {
+  Page page(0, "page", 50, 2);
+  Lookup lookup;
+  lookup.page = &page;
+  lookup.first = 5;
+  lookup.width = 10;
+  const std::vector<std::int64_t> rows = {3, -1, 0, 3, 1, 4, 1000};  // the last row is cut off
+  EXPECT_THAT(elements_of(rows, lookup), testing::ElementsAre(Range{5, 25}, Range{35, 45}));
+}
+
+/// Says that it can settle parts, and which it was asked for.
+class Parts final : public Debts {
+ public:
+  explicit Parts(bool can) : can_(can) {}
+  void settle(Page& /*page*/) override { ADD_FAILURE() << "all of it was asked for"; }
+  bool settles_parts(const Page& /*page*/) override { return can_; }
+  void settle_parts(Page& page, std::span<const Range> parts) override {
+    EXPECT_EQ(page.lookups, 1U);
+    asked.assign(parts.begin(), parts.end());
+  }
+  Range kept(const Page& page, Range /*slice*/) override { return {0, page.elements}; }
+  void overwritten(Page&, std::uint64_t, std::uint64_t, const std::byte*,
+                   const std::byte*) override {}
+
+  std::vector<Range> asked;
+
+ private:
+  const bool can_;
+};
+
+TEST_P(PagerOn, RowsAreLookedUpWhereTheyLie) {
+  Parts debts(true);
+  pager_->set_debts(&debts);
+  Page& a = page(4'000, 7);
+  Lookup lookup;
+  lookup.page = &a;
+  lookup.width = 100;
+  lookup.count = 3;
+  lookup.rows = [] { return std::vector<std::int64_t>{5, 2, 5}; };
+  if (std::get<1>(GetParam()) == Placement::Nvme) {
+    EXPECT_FALSE(pager_->begin_lookup(lookup, nullptr));
+    return;
+  }
+  ASSERT_TRUE(pager_->begin_lookup(lookup, nullptr));
+  EXPECT_THAT(debts.asked, testing::IsEmpty()) << "nothing was owed";
+  EXPECT_EQ(binding(a).data(), a.home.data());
+  EXPECT_EQ(a.residency, Residency::Absent);
+  pager_->end_lookup(a, nullptr);
+  EXPECT_EQ(binding(a).data(), nullptr);
+  EXPECT_THAT(binding(a).why(), HasSubstr("page 7"));
+
+  Page* const owing[] = {&a};
+  pager_->owe(owing);
+  ASSERT_TRUE(pager_->begin_lookup(lookup, nullptr));
+  EXPECT_THAT(debts.asked, testing::ElementsAre(Range{200, 300}, Range{500, 600}));
+  pager_->end_lookup(a, nullptr);
+  pager_->updated(a, 1);
+  EXPECT_EQ(pager_->stats().lookups, 2U);
+  EXPECT_EQ(pager_->stats().host_to_device, 2U * 3 * 100 * 2);
+
+  const auto refused = [&](const Lookup& other) { return !pager_->begin_lookup(other, nullptr); };
+  Lookup most = lookup;
+  most.count = 11;  // of twenty rows
+  EXPECT_TRUE(refused(most));
+  Page& small = page(1'000, 8);
+  Lookup of_small = lookup;
+  of_small.page = &small;
+  EXPECT_TRUE(refused(of_small));
+  (void)seen(a);
+  EXPECT_TRUE(refused(lookup)) << "it is on the device";
+  EXPECT_TRUE(pager_->evict(a));
+  Parts whole_only(false);
+  pager_->set_debts(&whole_only);
+  EXPECT_TRUE(refused(lookup)) << "its rows cannot go before the rest";
+  EXPECT_EQ(a.pins + a.readers + a.lookups, 0U);
+  pager_->set_debts(nullptr);
+}
+
+TEST_P(PagerOn, OthersWaitForALookup) {
+  if (std::get<1>(GetParam()) == Placement::Nvme) GTEST_SKIP() << "lookups are of host memory";
+  AddOne debts(*tiers_, *pager_);
+  Page& a = page(4'000, 7);
+  Lookup lookup;
+  lookup.page = &a;
+  lookup.width = 100;
+  lookup.count = 1;
+  ASSERT_TRUE(pager_->begin_lookup(lookup, nullptr));
+  pager_->set_debts(&debts);
+  std::atomic<int> ended = 0;
+  std::jthread reader([&] {
+    EXPECT_EQ(seen(a)[0], std::byte{7});
+    ++ended;
+  });
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  EXPECT_EQ(ended, 0);
+  EXPECT_EQ(binding(a).data(), a.home.data());
+  pager_->end_lookup(a, nullptr);
+  reader.join();
+  EXPECT_TRUE(pager_->evict(a));
+
+  pager_->set_debts(nullptr);
+  ASSERT_TRUE(pager_->begin_lookup(lookup, nullptr));
+  pager_->set_debts(&debts);
+  std::jthread stepper([&] {
+    Page* const owing[] = {&a};
+    pager_->owe(owing);
+    ++ended;
+  });
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  EXPECT_EQ(ended, 1);
+  pager_->end_lookup(a, nullptr);
+  stepper.join();
+  EXPECT_EQ(seen(a)[0], std::byte{8});
   pager_->set_debts(nullptr);
 }
 

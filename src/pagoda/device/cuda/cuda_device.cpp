@@ -46,8 +46,8 @@ class RegisteredPages {
   RegisteredPages(int index, Bytes bytes, ThreadPool* touchers)
       : pages_(bytes, HostPages::Touch::Now, touchers) {
     const DeviceGuard guard(index);
-    const cudaError_t code =
-        runtime().HostRegister(pages_.data(), pages_.mapped(), cudaHostRegisterPortable);
+    const cudaError_t code = runtime().HostRegister(
+        pages_.data(), pages_.mapped(), cudaHostRegisterPortable | cudaHostRegisterMapped);
     check(code, fmt::format("cudaHostRegister of {}", format_bytes(bytes)));
   }
   RegisteredPages(const RegisteredPages&) = delete;
