@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <exception>
 #include <string>
+#include <vector>
 
 #include "pagoda/base/clock.h"
 #include "pagoda/device/block.h"
@@ -91,7 +92,9 @@ struct alignas(64) Page {
   Home before;
   std::uint64_t resident_version = 0;
   device::Mark written;  // behind the last operator on a stream that wrote it
-  device::Mark looked;   // behind the last one that read home itself
+  /// Behind what streams have been given that reads home, beside the copy that `ready` is behind:
+  /// lookups, and copies to where the page has been dropped from since.
+  std::vector<device::Mark> reading;
 
   Bytes bytes() const noexcept { return elements * element_size; }
   /// Its bytes on the device, when it is there.

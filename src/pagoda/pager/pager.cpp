@@ -58,14 +58,14 @@ void Pager::stop_fetching() noexcept {
 
 Pager::~Pager() {
   stop_fetching();
-  const Lock lock(mutex_);
+  Lock lock(mutex_);
   for (const auto& page : pages_) {
     if (page == nullptr) continue;
     if (page->bound) unbind(*page, lock);
     try {
-      if (page->looked.event != nullptr) page->looked.event->wait();
+      await_reads(*page, lock);
     } catch (const std::exception& error) {
-      log::debug("pager", "a lookup failed", {{"page", page->name}, {"cause", error.what()}});
+      log::debug("pager", "a copy failed", {{"page", page->name}, {"cause", error.what()}});
     }
   }
 }
@@ -142,7 +142,7 @@ void Pager::storage_died(Page& page) noexcept {
 void Pager::drop(Page& page) {
   Lock lock(mutex_);
   changed_.wait(lock, [&] { return !page.moving() && page.readers == 0; });
-  await_lookups(page, lock);
+  await_reads(page, lock);
   page.binding = nullptr;
   remove(page, lock);
 }
@@ -196,9 +196,8 @@ void Pager::bury(const Lock& lock) {
     page->dead = true;
     page->binding = nullptr;
     page->bound = false;
-    const bool looked_up = page->looked.event != nullptr && !page->looked.event->done();
     const bool busy = page->moving() || page->readers > 0 || page->pins > 0 || page->owes() ||
-                      page->attached || looked_up;
+                      page->attached || home_is_read(*page, lock);
     if (busy) return false;
     log::debug("pager", "page dropped with its storage", {{"page", page->name}});
     remove(*page, lock);
@@ -647,6 +646,7 @@ void Pager::drop_copy(Page& page, const Lock& lock) {
   if (page.residency != Residency::Resident || page.fixed) return;
   unbind(page, lock);
   page.block = {};
+  if (page.ready.event != nullptr) note_reading(page, std::move(page.ready), lock);
   page.ready = {};
   page.dirty = false;
   set_residency(page, Residency::Absent, lock);

@@ -186,7 +186,9 @@ class Pager {
   void fill_from_others(const Page& page, std::byte* to, std::uint64_t version, Lane& lane);
   void drop_copy(Page& page, const Lock& lock);
   void leave_lookup(Page& page) noexcept;
-  void await_lookups(Page& page, Lock& lock);
+  void note_reading(Page& page, device::Mark mark, const Lock& lock);
+  bool home_is_read(const Page& page, const Lock& lock) const;
+  void await_reads(Page& page, Lock& lock);
   void keep_before(Page& page, Lock& lock);
   void write_back(Page& page, Lock& lock);
   void tell_fixed(Page& page);

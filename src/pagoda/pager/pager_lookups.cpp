@@ -85,7 +85,7 @@ bool Pager::begin_lookup(const Lookup& lookup, device::Stream* consumer) {
 void Pager::end_lookup(Page& page, device::Stream* consumer) noexcept {
   if (consumer != nullptr) {
     const Lock lock(mutex_);
-    page.looked = consumer->mark();
+    note_reading(page, consumer->mark(), lock);
   }
   leave_lookup(page);
 }
@@ -97,15 +97,6 @@ void Pager::leave_lookup(Page& page) noexcept {
   recount(page, lock);
   if (--page.lookups == 0 && page.bound) unbind(page, lock);
   changed_.notify_all();
-}
-
-/// Returns when no operator on a stream reads rows of the page's home any more.
-void Pager::await_lookups(Page& page, Lock& lock) {
-  const auto looked = std::exchange(page.looked, {}).event;
-  if (looked == nullptr) return;
-  lock.unlock();
-  looked->wait();
-  lock.lock();
 }
 
 }  // namespace pagoda::pager

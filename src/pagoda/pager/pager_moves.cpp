@@ -99,6 +99,38 @@ void Pager::fill(const Page& page, std::byte* to, std::uint64_t version, Lane& l
   if (!page.whole_home()) fill_from_others(page, to, version, lane);
 }
 
+/// A stream has been given something that reads the page's home until `mark`.
+void Pager::note_reading(Page& page, device::Mark mark, const Lock& /*lock*/) {
+  std::erase_if(page.reading, [](const device::Mark& past) { return past.event->done(); });
+  page.reading.push_back(std::move(mark));
+}
+
+/// Whether streams may still have to read it. (A fetch counts as done when its copies are queued.)
+bool Pager::home_is_read(const Page& page, const Lock& /*lock*/) const {
+  const auto pending = [](const device::Mark& mark) {
+    return mark.event != nullptr && !mark.event->done();
+  };
+  return pending(page.ready) || std::any_of(page.reading.begin(), page.reading.end(), pending);
+}
+
+/// Returns when they have. Nobody begins to read it meanwhile.
+void Pager::await_reads(Page& page, Lock& lock) {
+  std::vector<device::Mark> marks = std::exchange(page.reading, {});
+  if (page.ready.event != nullptr) marks.push_back(page.ready);
+  if (marks.empty()) return;
+  lock.unlock();
+  std::exception_ptr error;
+  for (const device::Mark& mark : marks) {
+    try {
+      mark.event->wait();
+    } catch (...) {
+      if (error == nullptr) error = std::current_exception();
+    }
+  }
+  lock.lock();
+  if (error != nullptr) std::rethrow_exception(error);
+}
+
 namespace {
 
 /// Moves [0, bytes) in pieces that fit into half of a staging buffer; while one half is copied on,
@@ -272,7 +304,7 @@ void Pager::write_back(Page& page, Lock& lock) {
     const std::lock_guard writing(write_mutex_);
     if (page.ready.event != nullptr) write_stream_->wait(*page.ready.event);
     if (page.written.event != nullptr) write_stream_->wait(*page.written.event);
-    if (page.looked.event != nullptr) write_stream_->wait(*page.looked.event);
+    for (const device::Mark& mark : page.reading) write_stream_->wait(*mark.event);
     store(page, page.block.on(*write_stream_));
   } catch (Error& failure) {
     failure.add_context(context("page", page.name));
@@ -340,16 +372,16 @@ template <class Work>
 void Pager::alone_with(Page& page, Lock& lock, const Work& work) {
   const Residency was = page.residency;
   set_residency(page, Residency::Leaving, lock);
-  await_lookups(page, lock);
-  lock.unlock();
   std::exception_ptr error;
   try {
+    await_reads(page, lock);
+    lock.unlock();
     const std::lock_guard writing(write_mutex_);
     work();
   } catch (...) {
     error = std::current_exception();
   }
-  lock.lock();
+  if (!lock.owns_lock()) lock.lock();
   set_residency(page, was, lock);
   changed_.notify_all();
   if (error != nullptr) std::rethrow_exception(error);

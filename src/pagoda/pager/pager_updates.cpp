@@ -28,17 +28,11 @@ void Pager::owe(std::span<Page* const> pages) {
   for (Page* page : pages) ++page->wanted;
   for (Page* page : pages) {
     changed_.wait(lock, [&] { return !page->moving() && page->readers == 0; });
-    await_lookups(*page, lock);
     if (page->fetch_error != nullptr) {
       const std::exception_ptr error = std::exchange(page->fetch_error, nullptr);
       if (!refused_by_rank(error)) std::rethrow_exception(error);
     }
-    // On a GPU a fetch counts as done when its copies are queued: they must have read home.
-    if (const auto copied = page->ready.event) {
-      lock.unlock();
-      copied->wait();
-      lock.lock();
-    }
+    await_reads(*page, lock);
     if (page->fixed || page->residency != Residency::Resident) continue;
     PAGODA_CHECK_EQ(page->pins, page->holds,
                     "an operator still runs on a page that is updated (page {})", page->name);

@@ -348,6 +348,32 @@ TEST_P(PagerOn, OthersWaitForALookup) {
   pager_->set_debts(nullptr);
 }
 
+// A fetch counts as done when its copies are queued. What is cut or dropped then must have been
+// read.
+TEST(Pager, AHomeStaysUntilTheCopiesThatWereQueuedHaveReadIt) {
+  constexpr Bytes kBytes = 1_MiB;
+  Tiers::Options options;
+  const device::emulated::LinkOptions slow{.bytes_per_second = 20e6};  // a page takes 50 ms
+  options.device = device::emulated::make_device({.host_to_device = slow});
+  options.device_budget = 2 * kBytes;
+  options.host_budget = 64_MiB;
+  Tiers tiers(options);
+  Pager pager(tiers, {});
+  const std::vector<std::byte> contents(kBytes, std::byte{7});
+  Page& page = pager.adopt("page", kBytes / 2, 2, Placement::Host, contents.data(),
+                           device::Direction::HostToHost);
+  PlainBinding binding;
+  pager.set_binding(page, &binding);
+  const auto consumer = options.device->make_stream({.name = "consumer"});
+  const Access access{&page, false};
+  pager.touch({&access, 1}, 0, consumer.get());
+  pager.unpin({&access, 1}, consumer.get());
+  pager.set_home_range(page, {0, kBytes / 4}, Placement::Host);
+  std::vector<std::vector<std::byte>> others(8, std::vector<std::byte>(kBytes, std::byte{1}));
+  consumer->synchronize();
+  EXPECT_EQ(std::memcmp(binding.data(), contents.data(), kBytes), 0);
+}
+
 TEST_P(PagerOn, AnOperatorThatIsTooLargeIsNamed) {
   Page& a = page(20'000, 1);
   Page& b = page(20'000, 2);
