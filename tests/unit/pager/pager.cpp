@@ -358,11 +358,11 @@ TEST(Pager, AHomeStaysUntilTheCopiesThatWereQueuedHaveReadIt) {
   options.device_budget = 2 * kBytes;
   options.host_budget = 64_MiB;
   Tiers tiers(options);
+  PlainBinding binding;  // told of the pager's end
   Pager pager(tiers, {});
   const std::vector<std::byte> contents(kBytes, std::byte{7});
   Page& page = pager.adopt("page", kBytes / 2, 2, Placement::Host, contents.data(),
                            device::Direction::HostToHost);
-  PlainBinding binding;
   pager.set_binding(page, &binding);
   const auto consumer = options.device->make_stream({.name = "consumer"});
   const Access access{&page, false};
