@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import pagoda
 
@@ -91,6 +95,30 @@ def test_a_table_that_is_only_looked_up_is_never_fetched(device: str) -> None:
             table.weight.data_ptr()
 
 
+class Watching(TorchDispatchMode):
+    """Looks at all of a table whenever it is looked up."""
+
+    total = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.embedding.default:
+            self.total = args[0].sum().item()
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_and_transforms_see_the_whole_table() -> None:
+    with engine("cpu") as paged:
+        table, right = table_off_the_device(paged)
+        tokens = batch("cpu", 0)
+        with Watching() as watching:
+            assert torch.equal(table(tokens), nn.functional.embedding(tokens, right))
+        assert watching.total == right.sum().item()
+        scale = torch.ones(())
+        slope = torch.func.grad(lambda x: (table(tokens).detach() * x).sum())(scale)
+        assert torch.equal(slope, nn.functional.embedding(tokens, right).sum())
+        assert paged.stats()["pages"]["lookups"] == 0
+
+
 def test_an_index_that_is_too_large_is_torchs_error() -> None:
     with engine("cpu") as paged:
         table, right = table_off_the_device(paged)
@@ -98,3 +126,25 @@ def test_an_index_that_is_too_large_is_torchs_error() -> None:
             table(torch.tensor([1, ROWS]))
         assert torch.equal(table(torch.tensor([7])), right[7:8])
         assert paged.stats()["pages"]["lookups"] == 2
+
+
+OUT_OF_RANGE = """
+import torch
+from test_lookups import engine, table_off_the_device
+with engine("cuda") as paged:
+    table, _ = table_off_the_device(paged)
+    try:
+        table(torch.tensor([1, 10**6], device="cuda"))
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        print("torch says:", error)
+"""
+
+
+def test_the_same_on_a_gpu_does_not_end_the_process() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("there is no NVIDIA GPU here")
+    run = subprocess.run([sys.executable, "-c", OUT_OF_RANGE], text=True, capture_output=True,
+                         cwd=Path(__file__).parent, check=False)
+    assert "torch says: CUDA error: device-side assert" in run.stdout, run.stderr
+    assert run.returncode >= 0, f"ended by signal {-run.returncode}: {run.stderr}"

@@ -55,6 +55,8 @@ class Device : public std::enable_shared_from_this<Device> {
   void synchronize();
 
   virtual MemoryInfo memory_info() const = 0;
+  /// Whether its kernels may read page-locked memory where it lies, by the host's addresses.
+  virtual bool reads_pinned_memory() const { return true; }
 
  protected:
   Device(DeviceKind kind, std::string name, std::shared_ptr<OrderingChecker> checker);

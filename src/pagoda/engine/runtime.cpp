@@ -78,7 +78,7 @@ Runtime::Runtime(const Config& config, std::shared_ptr<comm::World> world)
   pager::Pager::Options pages;
   pages.fetch_threads = config_.fetch_threads;
   pages.staging = config_.staging;
-  pages.least_lookup = config_.lookup_in_place;
+  pages.least_lookup = device_->reads_pinned_memory() ? config_.lookup_in_place : 0;
   pages.rank = world_->rank();
   pages.slicing = {world_->size()};
   pages.dropped_wait = config_.dropped_wait;

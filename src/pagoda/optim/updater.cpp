@@ -198,17 +198,21 @@ bool Updater::sooner(const Record* a, const Record* b) noexcept {
   return a->place < b->place;
 }
 
+/// Somebody waits for it: it goes before all others that wait.
+void Updater::bring_forward(Record& record) {
+  const auto queued = std::find(queue_.begin(), queue_.end(), &record);
+  if (queued == queue_.end()) return;
+  record.urgent = true;
+  queue_.erase(queued);
+  queue_.push_front(&record);
+}
+
 void Updater::settle(pager::Page& page) {
   std::unique_lock lock(mutex_);
   const auto found = records_.find(&page);
   PAGODA_CHECK(found != records_.end(), "page {} owes an update and has no state", page.name);
   Record& record = *found->second;
-  const auto queued = std::find(queue_.begin(), queue_.end(), &record);
-  if (queued != queue_.end()) {
-    record.urgent = true;
-    queue_.erase(queued);
-    queue_.push_front(&record);
-  }
+  bring_forward(record);
   const std::uint64_t target = record.target;
   changed_.wait(lock, [&] { return record.done >= target || error_ != nullptr; });
   if (error_ != nullptr) std::rethrow_exception(error_);
@@ -217,11 +221,12 @@ void Updater::settle(pager::Page& page) {
   pager_.await_version(page);
 }
 
-bool Updater::settles_parts(const pager::Page& page) {
+bool Updater::settles_parts(const pager::Page& page, std::uint64_t wanted) {
   const std::lock_guard lock(mutex_);
   const auto found = records_.find(&page);
   if (found == records_.end()) return true;  // not trained: always up to date
-  return found->second->in_place && found->second->page->updated.size() == page.elements;
+  const Record& record = *found->second;
+  return record.in_place && record.page->updated.size() == page.elements && record.target >= wanted;
 }
 
 void Updater::settle_parts(pager::Page& page, std::span<const pager::Range> parts) {
@@ -229,17 +234,19 @@ void Updater::settle_parts(pager::Page& page, std::span<const pager::Range> part
   Record& record = *records_.at(&page);
   const std::uint64_t target = record.target;
   if (record.done >= target) return;
-  if (!record.asked.empty() || record.parts_made) {  // others went first, and once is enough
-    lock.unlock();
-    settle(page);
-    return;
-  }
   if (parts.empty()) return;
-  record.asked.assign(parts.begin(), parts.end());
-  asked_.push_back(&record);
-  changed_.notify_all();
-  changed_.wait(lock,
-                [&] { return record.parts_made || record.done >= target || error_ != nullptr; });
+  // Others of it may have gone first already, and once is enough: then the rest comes next.
+  const bool first = record.asked.empty() && !record.parts_made;
+  if (first) {
+    record.asked.assign(parts.begin(), parts.end());
+    asked_.push_back(&record);
+    changed_.notify_all();
+  } else {
+    bring_forward(record);
+  }
+  changed_.wait(lock, [&] {
+    return (first && record.parts_made) || record.done >= target || error_ != nullptr;
+  });
   if (error_ != nullptr) std::rethrow_exception(error_);
 }
 
@@ -530,8 +537,7 @@ void Updater::make_parts(Record& record, std::unique_lock<std::mutex>& lock) {
   const TrainedPage& page = *record.page;
   std::vector<pager::Range> parts = std::exchange(record.asked, {});
   if (page.state_blank) {  // masters are made chunk by chunk: all of the page goes first
-    record.urgent = true;
-    std::stable_sort(queue_.begin(), queue_.end(), sooner);
+    bring_forward(record);
     return;
   }
   lock.unlock();

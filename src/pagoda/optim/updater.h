@@ -91,7 +91,7 @@ class Updater final : public pager::Debts {
 
   void settle(pager::Page& page) override;
   /// Where this rank updates all of the page, and nothing has to be read for it first.
-  bool settles_parts(const pager::Page& page) override;
+  bool settles_parts(const pager::Page& page, std::uint64_t wanted) override;
   void settle_parts(pager::Page& page, std::span<const pager::Range> parts) override;
   void about_to_write(pager::Page& page) override;
   pager::Range kept(const pager::Page& page, pager::Range slice) override;
@@ -117,6 +117,7 @@ class Updater final : public pager::Debts {
   struct Array;
 
   static bool sooner(const Record* a, const Record* b) noexcept;
+  void bring_forward(Record& record);
   void run();
   void fill_slots(std::unique_lock<std::mutex>& lock);
   template <class Fn>

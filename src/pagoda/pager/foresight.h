@@ -50,8 +50,9 @@ class Debts {
   /// Returns when `page`'s home has seen `page.wanted` updates; brings it to the front of the
   /// queue.
   virtual void settle(Page& page) = 0;
-  /// Whether some of `page` can be settled long before the rest.
-  virtual bool settles_parts(const Page& /*page*/) { return false; }
+  /// Whether some of `page` can be settled long before the rest. `wanted`: updates that it must
+  /// have seen; no, if somebody is about to owe the last of them and has not begun it.
+  virtual bool settles_parts(const Page& /*page*/, std::uint64_t /*wanted*/) { return false; }
   /// The same as settle() for these elements, in ascending order, alone.
   virtual void settle_parts(Page& page, std::span<const Range> /*parts*/) { settle(page); }
   /// User code is about to write to a page that owes nothing: returns when no other rank still has

@@ -141,8 +141,15 @@ void Pager::storage_died(Page& page) noexcept {
 
 void Pager::drop(Page& page) {
   Lock lock(mutex_);
-  changed_.wait(lock, [&] { return !page.moving() && page.readers == 0; });
-  await_reads(page, lock);
+  for (;;) {
+    changed_.wait(lock, [&] { return !page.moving() && page.readers == 0; });
+    if (!home_is_read(page, lock)) break;
+    try {
+      await_reads(page, lock);  // the lock is open: it may be fetched ahead meanwhile
+    } catch (const std::exception& error) {
+      log::debug("pager", "a copy failed", {{"page", page.name}, {"cause", error.what()}});
+    }
+  }
   page.binding = nullptr;
   remove(page, lock);
 }

@@ -187,7 +187,7 @@ class Pager {
   void drop_copy(Page& page, const Lock& lock);
   void leave_lookup(Page& page) noexcept;
   void note_reading(Page& page, device::Mark mark, const Lock& lock);
-  bool home_is_read(const Page& page, const Lock& lock) const;
+  static bool home_is_read(const Page& page, const Lock& lock) noexcept;
   void await_reads(Page& page, Lock& lock);
   void keep_before(Page& page, Lock& lock);
   void write_back(Page& page, Lock& lock);

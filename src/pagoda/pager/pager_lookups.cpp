@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "pagoda/base/log.h"
 #include "pagoda/base/trace.h"
 #include "pagoda/pager/lookup.h"
 #include "pagoda/pager/pager.h"
@@ -53,9 +54,10 @@ bool Pager::begin_lookup(const Lookup& lookup, device::Stream* consumer) {
   ++page.pins;
   Debts* debts = debts_;
   const bool owes = page.owes();
+  const std::uint64_t wanted = page.wanted;
   lock.unlock();
   try {
-    if (debts != nullptr && !debts->settles_parts(page)) {
+    if (debts != nullptr && !debts->settles_parts(page, wanted)) {
       leave_lookup(page);
       return false;
     }
@@ -83,9 +85,12 @@ bool Pager::begin_lookup(const Lookup& lookup, device::Stream* consumer) {
 }
 
 void Pager::end_lookup(Page& page, device::Stream* consumer) noexcept {
-  if (consumer != nullptr) {
+  try {
     const Lock lock(mutex_);
-    note_reading(page, consumer->mark(), lock);
+    if (consumer != nullptr) note_reading(page, consumer->mark(), lock);
+  } catch (
+      const std::exception& error) {  // the stream has failed: the operator's own error says so
+    log::debug("pager", "a lookup failed", {{"page", page.name}, {"cause", error.what()}});
   }
   leave_lookup(page);
 }

@@ -54,6 +54,12 @@ void Pager::fetch(Page& page) {
     error = std::current_exception();
   }
   const bool in_order_at_once = copies_at_once();
+  if (error != nullptr && !in_order_at_once) {
+    try {
+      ready = lane.stream->mark();  // what was queued before the failure still reads home
+    } catch (...) {                 // the stream itself has failed
+    }
+  }
   const Bytes bytes = page.bytes();
   {
     const Lock lock(mutex_);
@@ -63,6 +69,7 @@ void Pager::fetch(Page& page) {
     page.resident_version = version;
     if (error != nullptr) {
       page.prefetched = false;
+      page.ready = ready;
       drop_copy(page, lock);
       --stats_.evictions;
       page.fetch_error = std::move(error);
@@ -99,33 +106,52 @@ void Pager::fill(const Page& page, std::byte* to, std::uint64_t version, Lane& l
   if (!page.whole_home()) fill_from_others(page, to, version, lane);
 }
 
+namespace {
+
+/// Whether a stream is behind the mark. A stream that has failed counts as if it were: it does
+/// nothing more.
+bool passed(const device::Mark& mark) noexcept {
+  try {
+    return mark.event == nullptr || mark.event->done();
+  } catch (...) {
+    return true;
+  }
+}
+
+}  // namespace
+
 /// A stream has been given something that reads the page's home until `mark`.
 void Pager::note_reading(Page& page, device::Mark mark, const Lock& /*lock*/) {
-  std::erase_if(page.reading, [](const device::Mark& past) { return past.event->done(); });
+  std::erase_if(page.reading, passed);
   page.reading.push_back(std::move(mark));
 }
 
 /// Whether streams may still have to read it. (A fetch counts as done when its copies are queued.)
-bool Pager::home_is_read(const Page& page, const Lock& /*lock*/) const {
-  const auto pending = [](const device::Mark& mark) {
-    return mark.event != nullptr && !mark.event->done();
-  };
-  return pending(page.ready) || std::any_of(page.reading.begin(), page.reading.end(), pending);
+bool Pager::home_is_read(const Page& page, const Lock& /*lock*/) noexcept {
+  return !passed(page.ready) || !std::all_of(page.reading.begin(), page.reading.end(), passed);
 }
 
-/// Returns when they have. Nobody begins to read it meanwhile.
+/// Returns when they have; throws if the copy of the page that is there has failed. The lock is
+/// open meanwhile.
 void Pager::await_reads(Page& page, Lock& lock) {
-  std::vector<device::Mark> marks = std::exchange(page.reading, {});
-  if (page.ready.event != nullptr) marks.push_back(page.ready);
-  if (marks.empty()) return;
+  if (!home_is_read(page, lock)) {
+    page.reading.clear();
+    return;
+  }
+  const std::vector<device::Mark> marks = std::exchange(page.reading, {});
+  const std::shared_ptr<device::Event> copied = page.ready.event;
   lock.unlock();
   std::exception_ptr error;
   for (const device::Mark& mark : marks) {
     try {
       mark.event->wait();
-    } catch (...) {
-      if (error == nullptr) error = std::current_exception();
+    } catch (...) {  // of what has gone, only the order matters
     }
+  }
+  try {
+    if (copied != nullptr) copied->wait();
+  } catch (...) {
+    error = std::current_exception();
   }
   lock.lock();
   if (error != nullptr) std::rethrow_exception(error);
@@ -439,6 +465,8 @@ void Pager::fix(Page& page) {
   Lock lock(mutex_);
   PAGODA_CHECK(page.whole_home(), "a sliced page cannot stay whole on the device");
   if (!page.fixed) {
+    changed_.wait(lock, [&] { return page.readers == 0; });
+    await_reads(page, lock);
     page.home = tiers_.as_home(std::move(page.block));
     page.fixed = true;
     page.dirty = false;

@@ -12,6 +12,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/record_function.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <c10/util/SmallVector.h>
 #include <pthread.h>
 
@@ -119,8 +120,18 @@ std::uint8_t touch_mode() {
                                    (in_backward() ? 2U : 0U));
 }
 
+/// Whether operators are only what they seem: no mode, transform or tracer sees them before torch's
+/// kernels do, and runs others in their place.
+bool dispatches_plainly() {
+  constexpr c10::DispatchKeySet kWatched({c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
+                                          c10::DispatchKey::FuncTorchDynamicLayerBackMode,
+                                          c10::DispatchKey::Functionalize, c10::DispatchKey::Tracer,
+                                          c10::DispatchKey::Python});
+  return !c10::impl::TorchDispatchModeTLS::any_modes_set() &&
+         !c10::impl::tls_local_dispatch_key_set().included_.has_any(kWatched);
+}
+
 std::vector<std::int64_t> values_of(const at::Tensor& indices) {
-  const c10::impl::ExcludeDispatchKeyGuard no_modes(c10::python_ks);  // of the user's
   const at::Tensor here = indices.detach().to(at::kCPU, at::kLong).contiguous();
   const auto* values = here.const_data_ptr<std::int64_t>();
   return {values, values + here.numel()};
@@ -128,11 +139,13 @@ std::vector<std::int64_t> values_of(const at::Tensor& indices) {
 
 /// Lets an embedding read its rows where they lie; false: its page is to be touched.
 bool look_up(c10::ArrayRef<const c10::IValue> inputs, Held& held) {
-  if (held.accesses.size() != 1 || inputs.size() < 2 || !inputs[0].isTensor() ||
-      !inputs[1].isTensor()) {
+  if (held.accesses.size() != 1 || held.accesses[0].write || inputs.size() < 2 ||
+      !inputs[0].isTensor() || !inputs[1].isTensor() || !dispatches_plainly()) {
     return false;
   }
   const at::Tensor& weight = inputs[0].toTensor();
+  const PageStorage* storage = page_of(weight);
+  if (storage == nullptr || storage->page() != held.accesses[0].page) return false;
   const at::Tensor& indices = inputs[1].toTensor();
   const bool plain = weight.dim() == 2 && weight.is_contiguous() &&
                      weight.itemsize() == held.accesses[0].page->element_size &&

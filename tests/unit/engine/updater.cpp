@@ -160,7 +160,8 @@ TEST_F(UpdaterAlone, MakesPartsFirstAndTheRestOnce) {
   TrainedPage& busy = page(100);
   const std::vector<pager::Range> parts = {
       {0, 1}, {3, kChunk + 7}, {2 * kChunk, 2 * kChunk + 64}, {5 * kChunk + 99, kElements}};
-  EXPECT_TRUE(updater_->settles_parts(*parted.page));
+  EXPECT_TRUE(updater_->settles_parts(*parted.page, 0));
+  EXPECT_FALSE(updater_->settles_parts(*parted.page, 1)) << "nobody has begun that one";
   // Masters are made with the first update: parts of it are all of it.
   start({&parted, &whole});
   updater_->settle_parts(*parted.page, parts);

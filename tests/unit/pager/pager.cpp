@@ -247,7 +247,7 @@ class Parts final : public Debts {
  public:
   explicit Parts(bool can) : can_(can) {}
   void settle(Page& /*page*/) override { ADD_FAILURE() << "all of it was asked for"; }
-  bool settles_parts(const Page& /*page*/) override { return can_; }
+  bool settles_parts(const Page& /*page*/, std::uint64_t /*wanted*/) override { return can_; }
   void settle_parts(Page& page, std::span<const Range> parts) override {
     EXPECT_EQ(page.lookups, 1U);
     asked.assign(parts.begin(), parts.end());
@@ -372,6 +372,52 @@ TEST(Pager, AHomeStaysUntilTheCopiesThatWereQueuedHaveReadIt) {
   std::vector<std::vector<std::byte>> others(8, std::vector<std::byte>(kBytes, std::byte{1}));
   consumer->synchronize();
   EXPECT_EQ(std::memcmp(binding.data(), contents.data(), kBytes), 0);
+}
+
+TEST(Pager, AHomeStaysUntilLookupsOnAStreamHaveReadIt) {
+  constexpr Bytes kBytes = 64_KiB;
+  Tiers::Options options;
+  options.device = device::emulated::make_device();
+  options.device_budget = 2 * kBytes;
+  options.host_budget = 64_MiB;
+  Tiers tiers(options);
+  PlainBinding binding;
+  Pager::Options pages;
+  pages.least_lookup = 1;
+  Pager pager(tiers, pages);
+  const auto consumer = options.device->make_stream({.name = "consumer"});
+  const std::vector<std::byte> contents(kBytes, std::byte{7});
+  const std::vector<std::pair<const char*, std::function<void(Page&)>>> changes = {
+      {"owe",
+       [&](Page& page) {
+         Page* const owing[] = {&page};
+         pager.owe(owing);
+         pager.updated(page, 1);
+       }},
+      {"cut",
+       [&](Page& page) {
+         pager.set_home_range(page, {0, 100}, Placement::Host);
+       }},
+      {"fix", [&](Page& page) { pager.fix(page); }},
+      {"drop", [&](Page& page) { pager.drop(page); }}};
+  for (const auto& [name, change] : changes) {
+    Page& page = pager.adopt(name, kBytes / 2, 2, Placement::Host, contents.data(),
+                             device::Direction::HostToHost);
+    pager.set_binding(page, &binding);
+    Lookup lookup;
+    lookup.page = &page;
+    lookup.width = 16;
+    lookup.count = 1;
+    ASSERT_TRUE(pager.begin_lookup(lookup, consumer.get())) << name;
+    std::atomic<bool> read = false;
+    consumer->enqueue("lookup", [&] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(20));
+      read = true;
+    });
+    pager.end_lookup(page, consumer.get());
+    change(page);
+    EXPECT_TRUE(read) << name;
+  }
 }
 
 TEST_P(PagerOn, AnOperatorThatIsTooLargeIsNamed) {

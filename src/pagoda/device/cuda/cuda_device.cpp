@@ -83,6 +83,12 @@ class CudaDevice final : public Device {
     check(runtime().MemGetInfo(&free, &total), "cudaMemGetInfo");
     return {free, total};
   }
+  bool reads_pinned_memory() const override {
+    int yes = 0;
+    check(runtime().DeviceGetAttribute(&yes, cudaDevAttrCanUseHostPointerForRegisteredMem, index_),
+          "cudaDeviceGetAttribute");
+    return yes != 0;
+  }
 
  private:
   std::shared_ptr<Stream> do_make_stream(const StreamOptions& options) override {

@@ -12,13 +12,13 @@ namespace pagoda::device::cuda {
 
 // clang-format off
 #define PAGODA_CUDA_FUNCTIONS(X)                                                          \
-  X(DeviceGetStreamPriorityRange) X(EventCreateWithFlags) X(EventDestroy)                 \
-  X(EventElapsedTime) X(EventQuery) X(EventRecord) X(EventSynchronize) X(Free)            \
-  X(FreeHost) X(GetDevice) X(GetDeviceCount) X(GetDeviceProperties) X(GetErrorName)       \
-  X(GetErrorString) X(GetLastError) X(HostRegister) X(HostUnregister) X(LaunchHostFunc)   \
-  X(Malloc) X(MallocHost) X(MemGetInfo) X(MemcpyAsync) X(MemsetAsync) X(SetDevice)        \
-  X(StreamCreateWithPriority) X(StreamDestroy) X(StreamIsCapturing) X(StreamQuery)        \
-  X(StreamSynchronize) X(StreamWaitEvent)
+  X(DeviceGetAttribute) X(DeviceGetStreamPriorityRange) X(EventCreateWithFlags)           \
+  X(EventDestroy) X(EventElapsedTime) X(EventQuery) X(EventRecord) X(EventSynchronize)    \
+  X(Free) X(FreeHost) X(GetDevice) X(GetDeviceCount) X(GetDeviceProperties)               \
+  X(GetErrorName) X(GetErrorString) X(GetLastError) X(HostRegister) X(HostUnregister)     \
+  X(LaunchHostFunc) X(Malloc) X(MallocHost) X(MemGetInfo) X(MemcpyAsync) X(MemsetAsync)   \
+  X(SetDevice) X(StreamCreateWithPriority) X(StreamDestroy) X(StreamIsCapturing)          \
+  X(StreamQuery) X(StreamSynchronize) X(StreamWaitEvent)
 // clang-format on
 
 /// The functions this backend calls, named as in the runtime. Filled once, then constant.
