@@ -129,6 +129,7 @@ def test_an_index_that_is_too_large_is_torchs_error() -> None:
 
 
 OUT_OF_RANGE = """
+import conftest
 import torch
 from test_lookups import engine, table_off_the_device
 with engine("cuda") as paged:
