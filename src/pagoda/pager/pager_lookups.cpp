@@ -88,8 +88,7 @@ void Pager::end_lookup(Page& page, device::Stream* consumer) noexcept {
   try {
     const Lock lock(mutex_);
     if (consumer != nullptr) note_reading(page, consumer->mark(), lock);
-  } catch (
-      const std::exception& error) {  // the stream has failed: the operator's own error says so
+  } catch (const std::exception& error) {  // of the stream: the operator says so itself
     log::debug("pager", "a lookup failed", {{"page", page.name}, {"cause", error.what()}});
   }
   leave_lookup(page);
