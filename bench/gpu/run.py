@@ -64,6 +64,8 @@ ROWS["8B-bf16"] = ("fine_tune", "8B", 4, {**_SMALL, **_COMPACT})
 # picture.py.
 TRACES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
     f"c{batch}-trace": ("traced", "3B", batch, _HOST) for batch in (4, 16)}
+TRACES["d-nvme-trace"] = ("traced", "1B", 4, {key: value for key, value in _NVME.items()
+                                              if key != "steps"})
 ALL = {**ROWS, **TRACES}
 
 # The row with everything on the GPU that a shape and batch are compared with.
@@ -210,7 +212,8 @@ def report(directory: Path) -> str:
     if machine is not None:
         out.append(f"link {machine['to_device'] / 1e9:.1f} GB/s to the device, "
                    f"{machine['to_host'] / 1e9:.1f} to the host; updates at best "
-                   f"{machine['update'] / 1e9:.2f} G parameters/s; disk {machine['disk'] / 1e9:.2f} GB/s")
+                   f"{machine['update'] / 1e9:.2f} G parameters/s; disk {machine['disk'] / 1e9:.2f} "
+                   f"GB/s in two seconds, {machine['disk_long'] / 1e9:.2f} in eight")
     out += parity(read)
     out += [fine_tuned(name, read[name]) for name, (way, *_) in ROWS.items()
             if way == "fine_tune" and name in read]
