@@ -240,6 +240,7 @@ class Rank {
     std::mutex mutex;
     const auto run = [&](unsigned thread) {
       try {
+        if (r_.looks_up && thread > 0) look_up(step, static_cast<int>(thread));
         for (std::size_t i = 0; i < pages_.size(); ++i) {
           const std::size_t p = (i + thread * 2) % pages_.size();
           const std::size_t q = (p + 1) % pages_.size();
@@ -260,7 +261,7 @@ class Rank {
   }
 
   /// Some rows of a page, where they lie if the pager lets them be read there.
-  void look_up(int step, int micro) {
+  void look_up(int step, int which) {
     const std::size_t p = pages_.size() - 3;
     pager::Lookup lookup;
     lookup.page = pages_[p];
@@ -268,7 +269,7 @@ class Rank {
     lookup.width = 7;
     std::vector<std::int64_t> rows = {-1, 1 << 30};
     const auto all = static_cast<std::int64_t>((pages_[p]->elements - lookup.first) / lookup.width);
-    for (std::int64_t i = 0; i < all / 4; ++i) rows.push_back((i * i + step + micro) % all);
+    for (std::int64_t i = 0; i < all / 4; ++i) rows.push_back((i * i + step + which) % all);
     lookup.count = rows.size();
     lookup.rows = [&] { return rows; };
     if (!runtime_.pager().begin_lookup(lookup, nullptr)) return;

@@ -28,8 +28,8 @@ struct Rehearsal {
   Optimizer optimizer = AdamW{};
   bool all_contribute = true;  // false: ranks leave out pages, now and then all of them the same
   bool writes = false;         // user code writes a page in place between steps
-  bool looks_up = false;       // forwards begin with a lookup of rows of the last page but two
-  int late_from = -1;          // from this step on, page 1 is looked at between backward and step()
+  bool looks_up = false;  // forwards, on every thread, begin with rows of the last page but two
+  int late_from = -1;     // from this step on, page 1 is looked at between backward and step()
   /// Called between the last backward and step(), on the rank's thread.
   std::function<void(int step, Runtime& runtime)> before_step;
   std::vector<std::uint64_t> pages = {300, 5000, 9000, 20000, 4096, 1};
