@@ -65,10 +65,7 @@ class EmulatedStream final : public Stream {
       std::memcpy(to, from, half);
       sleep_until_ns(slot.end);
       std::memcpy(to + half, from + half, bytes - half);
-      // When the link had it, not when this thread woke up.
-      const bool linked = link != nullptr;
-      trace::slice("device", label, linked ? slot.begin : begin, linked ? slot.end : now_ns(),
-                   {{"bytes", bytes}}, track);
+      trace::slice("device", label, begin, now_ns(), {{"bytes", bytes}}, track);
     });
   }
 
