@@ -101,7 +101,8 @@ TEST_F(Overlap, OneDirectionIsSharedInTurns) {
   const auto slices = recorded_slices();
   // However late the threads woke up, the link itself was busy for two pages.
   EXPECT_GE(slices[1].end - slices[0].begin, 1.5 * kCopy / 1000);
-  EXPECT_LE(overlap(slices[0], slices[1]), 0.5 * kCopy / 1000);
+  // The first began at once; how late its thread woke up for its end says nothing of the link.
+  EXPECT_GE(slices[1].begin - slices[0].begin, 0.5 * kCopy / 1000);
 }
 
 TEST_F(Overlap, AnEventPutsTheKernelAfterTheCopy) {

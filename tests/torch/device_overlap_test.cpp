@@ -68,8 +68,9 @@ Fetches fetches(bool prefetch) {
   config.device = "emulated";
   config.prefetch = prefetch;
   pagoda::device::emulated::Options setup;
-  // A page takes about as long as an operator.
-  setup.host_to_device = {.bytes_per_second = 1e9, .latency = 20'000};
+  // A page takes longer than an operator, so that the link is busy all the time: what is fetched
+  // ahead is on its way while the operator before runs, however quick or busy the machine is.
+  setup.host_to_device = {.bytes_per_second = 1e8, .latency = 20'000};
   config.emulated = std::make_shared<pagoda::device::emulated::Options>(setup);
   Trainee trainee(options, {}, config);
   for (int step = 0; step < 4; ++step) trainee.train(step);
