@@ -56,8 +56,13 @@ struct Updater::Record {
   std::uint64_t computed = 0;               // chunks of the update under way: the thread's
   /// Elements that go before the others of their page, in ascending order.
   std::vector<pager::Range> asked;  // guarded by mutex_
-  std::vector<pager::Range> made;   // …so that they are not made again: the thread's
-  bool parts_made = false;          // guarded by mutex_
+  std::vector<pager::Range> made;   // the thread's, which writes it under mutex_
+
+  /// The elements of the page that a chunk of it has.
+  pager::Range elements(std::uint64_t chunk) const noexcept {
+    const std::uint64_t begin = page->updated.begin + chunk * layout.chunk;
+    return {begin, begin + layout.count(page->updated.size(), chunk)};
+  }
 };
 
 /// Bytes of one home that a chunk reads or writes: in place, or through the slot's buffer.
@@ -233,10 +238,9 @@ void Updater::settle_parts(pager::Page& page, std::span<const pager::Range> part
   std::unique_lock lock(mutex_);
   Record& record = *records_.at(&page);
   const std::uint64_t target = record.target;
-  if (record.done >= target) return;
-  if (parts.empty()) return;
+  if (record.done >= target || parts.empty()) return;
   // Others of it may have gone first already, and once is enough: then the rest comes next.
-  const bool first = record.asked.empty() && !record.parts_made;
+  const bool first = record.asked.empty() && record.made.empty();
   if (first) {
     record.asked.assign(parts.begin(), parts.end());
     asked_.push_back(&record);
@@ -245,7 +249,7 @@ void Updater::settle_parts(pager::Page& page, std::span<const pager::Range> part
     bring_forward(record);
   }
   changed_.wait(lock, [&] {
-    return (first && record.parts_made) || record.done >= target || error_ != nullptr;
+    return (first && !record.made.empty()) || record.done >= target || error_ != nullptr;
   });
   if (error_ != nullptr) std::rethrow_exception(error_);
 }
@@ -397,8 +401,8 @@ void Updater::begin(Slot& slot) {
   const Record& record = *slot.record;
   const TrainedPage& page = *record.page;
   const StateLayout& layout = record.layout;
-  const std::uint64_t count = layout.count(page.updated.size(), slot.chunk);
-  const std::uint64_t first = page.updated.begin + slot.chunk * layout.chunk;
+  const auto [first, end] = record.elements(slot.chunk);
+  const std::uint64_t count = end - first;
   pager::Tiers& tiers = pager_.tiers();
 
   std::byte* buffer = slot.buffer.data();
@@ -444,8 +448,8 @@ void Updater::compute(Slot& slot) {
   Record& record = *slot.record;
   TrainedPage& page = *record.page;
   const StateLayout& layout = record.layout;
-  const std::uint64_t count = layout.count(page.updated.size(), slot.chunk);
-  const std::uint64_t first = page.updated.begin + slot.chunk * layout.chunk;
+  const pager::Range chunk = record.elements(slot.chunk);
+  const std::uint64_t count = chunk.size();
   const StateLayout::Offsets at = layout.offsets(count);
   const Stopwatch waiting;
   for (io::Transfer& transfer : slot.transfers) transfer.wait();
@@ -462,7 +466,7 @@ void Updater::compute(Slot& slot) {
                     pool_);
     }
   }
-  apply_rules(slot, without({first, first + count}, record.made));
+  apply_rules(slot, without(chunk, record.made));
   ++record.computed;
   const Nanos busy = working.elapsed_ns();
 
@@ -490,8 +494,8 @@ void Updater::apply_rules(const Slot& slot, std::span<const pager::Range> wanted
   const Record& record = *slot.record;
   const TrainedPage& page = *record.page;
   const StateLayout& layout = record.layout;
-  const std::uint64_t first = page.updated.begin + slot.chunk * layout.chunk;
-  const StateLayout::Offsets at = layout.offsets(layout.count(page.updated.size(), slot.chunk));
+  const pager::Range chunk = record.elements(slot.chunk);
+  const StateLayout::Offsets at = layout.offsets(chunk.size());
   std::byte* state = slot.state.memory;
   const Elements momentum{layout.moments, layout.momentum ? state + at.momentum : nullptr};
   const Elements variance{layout.moments, layout.variance ? state + at.variance : nullptr};
@@ -504,7 +508,7 @@ void Updater::apply_rules(const Slot& slot, std::span<const pager::Range> wanted
       const std::uint64_t from = std::max(range.begin, segment.range.begin);
       const std::uint64_t to = std::min(range.end, segment.range.end);
       if (from >= to) continue;
-      const std::size_t skip = from - first;
+      const std::size_t skip = from - chunk.begin;
       kernels::OptimizerSlice& slice = slices.emplace_back();
       slice.first_index = segment.first_index + (from - segment.range.begin);
       slice.count = to - from;
@@ -543,29 +547,26 @@ void Updater::make_parts(Record& record, std::unique_lock<std::mutex>& lock) {
   lock.unlock();
   PAGODA_TRACE("optim", "update parts", {"page", page.page->name}, {"parts", parts.size()});
   const Stopwatch working;
-  const std::uint64_t chunk = record.layout.chunk;
   Slot slot;
   slot.record = &record;
   auto next = parts.cbegin();
   naming_page(slot, [&] {
     for (slot.chunk = record.computed; slot.chunk < record.layout.chunks(page.updated.size());
          ++slot.chunk) {
-      const std::uint64_t from = page.updated.begin + slot.chunk * chunk;
-      const std::uint64_t to = from + record.layout.count(page.updated.size(), slot.chunk);
-      while (next != parts.cend() && next->end <= from) ++next;
+      const pager::Range chunk = record.elements(slot.chunk);
+      while (next != parts.cend() && next->end <= chunk.begin) ++next;
       std::vector<pager::Range> here;
-      for (auto part = next; part != parts.cend() && part->begin < to; ++part) {
-        here.push_back({std::max(part->begin, from), std::min(part->end, to)});
+      for (auto part = next; part != parts.cend() && part->begin < chunk.end; ++part) {
+        here.push_back({std::max(part->begin, chunk.begin), std::min(part->end, chunk.end)});
       }
       if (here.empty()) continue;
       begin(slot);
       apply_rules(slot, here);
     }
   });
-  record.made = std::move(parts);
   lock.lock();
   stats_.busy += working.elapsed_ns();
-  record.parts_made = true;
+  record.made = std::move(parts);
   changed_.notify_all();
 }
 
@@ -597,7 +598,6 @@ void Updater::page_done(Record& record) {
     record.computed = 0;
     record.asked.clear();
     record.made.clear();
-    record.parts_made = false;
     std::erase(asked_, &record);
     finished = finished_;
     ++stats_.pages;

@@ -82,8 +82,8 @@ class Updater final : public pager::Debts {
   void add(TrainedPage& page, const Optimizer& optimizer);
   void remove(TrainedPage& page);
 
-  /// The pages, which the pager knows to owe an update, are updated, where follow() has said
-  /// nothing of them in this order.
+  /// The pages, which the pager knows to owe an update, are updated: in this order, where follow()
+  /// has said nothing of them.
   void start(std::span<TrainedPage* const> order, std::shared_ptr<const StepScalars> scalars);
   /// What waits is made in this order, and so is what is started until the next call: what the next
   /// forward needs first must not wait for the rest. What is not in it comes last.

@@ -62,11 +62,7 @@ Pager::~Pager() {
   for (const auto& page : pages_) {
     if (page == nullptr) continue;
     if (page->bound) unbind(*page, lock);
-    try {
-      await_reads(*page, lock);
-    } catch (const std::exception& error) {
-      log::debug("pager", "a copy failed", {{"page", page->name}, {"cause", error.what()}});
-    }
+    let_reads_end(*page, lock);
   }
 }
 
@@ -144,11 +140,7 @@ void Pager::drop(Page& page) {
   for (;;) {
     changed_.wait(lock, [&] { return !page.moving() && page.readers == 0; });
     if (!home_is_read(page, lock)) break;
-    try {
-      await_reads(page, lock);  // the lock is open: it may be fetched ahead meanwhile
-    } catch (const std::exception& error) {
-      log::debug("pager", "a copy failed", {{"page", page.name}, {"cause", error.what()}});
-    }
+    let_reads_end(page, lock);  // the lock is open: it may be fetched ahead meanwhile
   }
   page.binding = nullptr;
   remove(page, lock);
@@ -222,17 +214,13 @@ void Pager::touch(std::span<const Access> accesses, std::uint8_t mode, device::S
                                                  [](const Access& access) { return access.write; });
   for (;;) {
     if (!refused_.empty()) throw EngineError(refused_);
-    if (std::any_of(accesses.begin(), accesses.end(),
-                    [](const Access& access) { return access.page->lookups > 0; })) {
-      changed_.wait(lock);  // another thread's operator has the storage, for as long as it takes
-      continue;
-    }
     const auto owing = std::find_if(accesses.begin(), accesses.end(), [](const Access& access) {
-      return access.page->owes() || access.page->early != Early::No;
+      return access.page->owes() || access.page->early != Early::No || access.page->lookups > 0;
     });
     if (owing != accesses.end()) {
       if (owing->page->early == Early::Begun) used_early(*owing->page);
-      if (owing->page->early == Early::Asked) {
+      // The ranks are being asked, or another thread's operator has the storage, while it runs.
+      if (owing->page->early == Early::Asked || owing->page->lookups > 0) {
         changed_.wait(lock);
         continue;
       }

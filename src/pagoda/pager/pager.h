@@ -189,6 +189,7 @@ class Pager {
   void note_reading(Page& page, device::Mark mark, const Lock& lock);
   static bool home_is_read(const Page& page, const Lock& lock) noexcept;
   void await_reads(Page& page, Lock& lock);
+  void let_reads_end(Page& page, Lock& lock) noexcept;
   void keep_before(Page& page, Lock& lock);
   void write_back(Page& page, Lock& lock);
   void tell_fixed(Page& page);

@@ -157,6 +157,15 @@ void Pager::await_reads(Page& page, Lock& lock) {
   if (error != nullptr) std::rethrow_exception(error);
 }
 
+/// The same for a page that goes: nobody needs its copy any more.
+void Pager::let_reads_end(Page& page, Lock& lock) noexcept {
+  try {
+    await_reads(page, lock);
+  } catch (const std::exception& error) {
+    log::debug("pager", "a copy failed", {{"page", page.name}, {"cause", error.what()}});
+  }
+}
+
 namespace {
 
 /// Moves [0, bytes) in pieces that fit into half of a staging buffer; while one half is copied on,
