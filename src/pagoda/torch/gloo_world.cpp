@@ -20,6 +20,7 @@
 
 #include "pagoda/base/clock.h"
 #include "pagoda/base/log.h"
+#include "pagoda/comm/sigpipe.h"
 #include "pagoda/comm/solo_world.h"
 #include "pagoda/torch/backend_group.h"
 #include "pagoda/torch/store_board.h"
@@ -103,11 +104,15 @@ at::Tensor tensor_over(const std::byte* data, std::size_t bytes) {
                        at::TensorOptions().dtype(at::kByte));
 }
 
+/// Gloo writes to sockets as if nobody ever died: the second write to a rank that closed its
+/// connection would end this process by SIGPIPE. So its threads are started, and transfers posted,
+/// under NoSigpipe, and the loss becomes an error that names the rank.
 class GlooGroup final : public comm::Group {
  public:
   GlooGroup(const c10::intrusive_ptr<::c10d::Store>& store, int rank, int size, std::string name,
             const GlooOptions& options)
       : Group(rank, size, std::move(name)) {
+    const comm::NoSigpipe for_its_threads;
     auto gloo = options.address.empty()
                     ? ::c10d::ProcessGroupGloo::Options::create_default(options.join_timeout)
                     : ::c10d::ProcessGroupGloo::Options::create(options.join_timeout);
@@ -167,6 +172,7 @@ class GlooGroup final : public comm::Group {
     const auto tag = static_cast<int>(transfer.tag);
     const std::byte* data = transfer.sends() ? transfer.out.data() : transfer.in.data();
     std::vector<at::Tensor> tensors{tensor_over(data, transfer.bytes())};
+    const comm::NoSigpipe scope;
     const std::lock_guard lock(post_mutex_);
     return transfer.sends() ? process_group_->send(tensors, transfer.peer, tag)
                             : process_group_->recv(tensors, transfer.peer, tag);
@@ -174,6 +180,7 @@ class GlooGroup final : public comm::Group {
 
   WorkPtr post_any(Tag tag, std::span<std::byte> data) {
     std::vector<at::Tensor> tensors{tensor_over(data.data(), data.size())};
+    const comm::NoSigpipe scope;
     const std::lock_guard lock(post_mutex_);
     return process_group_->recvAnysource(tensors, static_cast<int>(tag));
   }

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Ranks that are processes, and what the others see when one of them dies or freezes.
+#include <array>
 #include <csignal>
 #include <cstdlib>
 #include <map>
+#include <memory>
 #include <string>
 
 #include <gmock/gmock.h>
@@ -26,37 +28,69 @@ struct Loss {
   int signal;
 };
 
-class GlooProcesses : public ::testing::TestWithParam<Loss> {};
+class GlooProcesses : public ::testing::TestWithParam<Loss> {
+ protected:
+  void start(const std::map<std::string, std::string>& more = {}) {
+    std::map<std::string, std::string> environment{{"WORLD_SIZE", "2"},
+                                                   {"MASTER_ADDR", "127.0.0.1"},
+                                                   {"MASTER_PORT", std::to_string(free_port())},
+                                                   {"VICTIM", std::to_string(GetParam().victim)}};
+    environment.insert(more.begin(), more.end());
+    std::array<std::unique_ptr<Process>, 2> ranks;
+    for (int r = 0; r < 2; ++r) {
+      environment["RANK"] = std::to_string(r);
+      ranks[static_cast<std::size_t>(r)] =
+          std::make_unique<Process>(std::vector<std::string>{PAGODA_LOST_PEER}, environment);
+    }
+    const auto victim = static_cast<std::size_t>(GetParam().victim);
+    victim_ = std::move(ranks[victim]);
+    survivor_ = std::move(ranks[1 - victim]);
+    ASSERT_EQ(victim_->line(), "ready");
+    ASSERT_EQ(survivor_->line(), "ready");
+  }
+
+  /// What the survivor says each of its calls ended with.
+  std::map<std::string, std::string> ends() {
+    std::map<std::string, std::string> ends;
+    for (std::string line = survivor_->line(); line != "end"; line = survivor_->line()) {
+      if (line.empty()) {
+        ADD_FAILURE() << "the survivor died: " << survivor_->wait();
+        return ends;
+      }
+      const auto colon = line.find(": ");
+      ends[line.substr(0, colon)] = line.substr(colon + 1);
+    }
+    EXPECT_EQ(survivor_->wait(), 0);
+    return ends;
+  }
+
+  std::unique_ptr<Process> victim_;
+  std::unique_ptr<Process> survivor_;
+};
 
 TEST_P(GlooProcesses, TheSurvivorEndsWithAnErrorThatNamesTheLostRank) {
   const Loss& loss = GetParam();
-  std::map<std::string, std::string> environment{{"WORLD_SIZE", "2"},
-                                                 {"MASTER_ADDR", "127.0.0.1"},
-                                                 {"MASTER_PORT", std::to_string(free_port())},
-                                                 {"VICTIM", std::to_string(loss.victim)}};
-  environment["RANK"] = "0";
-  Process zero({PAGODA_LOST_PEER}, environment);
-  environment["RANK"] = "1";
-  Process one({PAGODA_LOST_PEER}, environment);
-  Process& victim = loss.victim == 0 ? zero : one;
-  Process& survivor = loss.victim == 0 ? one : zero;
-  ASSERT_EQ(victim.line(), "ready");
-  ASSERT_EQ(survivor.line(), "ready");
+  ASSERT_NO_FATAL_FAILURE(start());
   ::usleep(50'000);  // most likely it is blocked by now; it must end as well if it is not
-  victim.signal(loss.signal);
-
-  std::map<std::string, std::string> ends;
-  for (std::string line = survivor.line(); line != "end"; line = survivor.line()) {
-    ASSERT_NE(line, "") << "the survivor died";
-    const auto colon = line.find(": ");
-    ends[line.substr(0, colon)] = line.substr(colon + 1);
-  }
-  EXPECT_EQ(survivor.wait(), 0);
+  victim_->signal(loss.signal);
+  std::map<std::string, std::string> ends = this->ends();
   const std::string name = "rank " + std::to_string(loss.victim);
   EXPECT_THAT(ends["barrier"], HasSubstr(name));
   EXPECT_THAT(ends["pull"], HasSubstr(name));
   if (loss.signal == SIGSTOP) {  // nothing was closed: only the watch can tell
     EXPECT_THAT(ends["watch"], HasSubstr(name));
+  }
+}
+
+TEST_P(GlooProcesses, AWriteToARankThatIsGoneDoesNotEndTheProcess) {
+  if (GetParam().signal != SIGKILL) return;  // a frozen rank's kernel takes what is written
+  ASSERT_NO_FATAL_FAILURE(start({{"UNNOTICED", "1"}}));
+  victim_->signal(SIGKILL);
+  victim_->wait();
+  const std::map<std::string, std::string> ends = this->ends();
+  EXPECT_EQ(ends.size(), 4u);
+  for (const auto& [call, end] : ends) {
+    EXPECT_THAT(end, HasSubstr("rank " + std::to_string(GetParam().victim))) << call;
   }
 }
 

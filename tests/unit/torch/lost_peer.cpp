@@ -1,8 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // One of two ranks, for gloo_processes.cpp: VICTIM waits to be killed; the other blocks in a
-// collective and in a pull from it, and prints how each ended, a line each.
+// collective and in a pull from it, and prints how each ended, a line each. With UNNOTICED set, the
+// other sends to it after its death, while the threads that would see the connection close are
+// held.
+#include <atomic>
+#include <cerrno>
+#include <csignal>
 #include <cstdio>
 #include <cstdlib>
+#include <filesystem>
+#include <optional>
+#include <set>
 #include <string>
 #include <thread>
 
@@ -32,7 +40,73 @@ void say_error_of(const std::string& what, Fn&& fn) {
   }
 }
 
-void run(int victim) {
+std::set<pid_t> threads_here() {
+  std::set<pid_t> threads;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/task")) {
+    threads.insert(std::stoi(entry.path().filename()));
+  }
+  return threads;
+}
+
+/// Holds the threads that this process has and had not at `before` in a signal handler.
+class HeldThreads {
+ public:
+  explicit HeldThreads(const std::set<pid_t>& before) {
+    struct sigaction hold {};
+    hold.sa_handler = [](int) {
+      const int error = errno;
+      ++held_;
+      while (!let_go_) ::usleep(1000);
+      errno = error;
+    };
+    ::sigaction(SIGUSR1, &hold, nullptr);
+    int sent = 0;
+    for (const pid_t thread : threads_here()) {
+      if (!before.contains(thread)) sent += ::tgkill(::getpid(), thread, SIGUSR1) == 0;
+    }
+    while (held_ < sent) ::usleep(1000);
+  }
+  HeldThreads(const HeldThreads&) = delete;
+  HeldThreads& operator=(const HeldThreads&) = delete;
+  ~HeldThreads() { let_go_ = true; }
+
+ private:
+  static inline std::atomic<int> held_ = 0;
+  static inline std::atomic<bool> let_go_ = false;
+};
+
+/// The first write after a rank's death is answered with a reset, the second one is refused.
+void send_unnoticed(int victim) {
+  const auto world =
+      pagoda::torch::world_from_env({.address = "127.0.0.1", .linger = milliseconds(100)});
+  const std::set<pid_t> before = threads_here();
+  const auto group = world->make_group("sends");
+  group->barrier();
+  if (world->rank() == victim) {
+    world->put("pid of the victim", std::to_string(::getpid()));
+    say("ready");
+    while (true) ::pause();
+  }
+  std::optional<std::string> pid;
+  while (!(pid = world->get("pid of the victim"))) ::usleep(1000);
+  auto held = std::make_optional<HeldThreads>(before);
+  say("ready");
+  while (::kill(std::stoi(*pid), 0) == 0) ::usleep(1000);
+  std::vector<std::thread> senders;
+  for (int i = 0; i < 4; ++i) {
+    senders.emplace_back([&, i] {
+      const std::byte data{};
+      say_error_of("send " + std::to_string(i), [&] {
+        group->send(victim, static_cast<comm::Tag>(i), {&data, 1});
+      });
+    });
+    ::usleep(20'000);  // for the reset to arrive
+  }
+  held.reset();
+  for (std::thread& sender : senders) sender.join();
+}
+
+void block(int victim) {
   const auto world = pagoda::torch::world_from_env(
       {.address = "127.0.0.1", .board_timeout = milliseconds(700), .linger = milliseconds(100)});
   const auto group = world->make_group("collectives");
@@ -65,7 +139,8 @@ void run(int victim) {
 
 int main() {
   try {
-    run(std::atoi(std::getenv("VICTIM")));
+    const int victim = std::atoi(std::getenv("VICTIM"));
+    std::getenv("UNNOTICED") != nullptr ? send_unnoticed(victim) : block(victim);
     say("end");
     return 0;
   } catch (const std::exception& error) {
