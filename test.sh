@@ -40,7 +40,7 @@ run_tests() {
   for entry in ${skipped[@]+"${skipped[@]}"}; do labels+=("^${entry%%:*}$"); done
   (( ${#labels[@]} )) && arguments+=(-LE "$(IFS='|'; echo "${labels[*]}")")
   say "testing $preset"
-  ctest --preset "$preset" -j "$(nproc)" --quiet --output-junit "$results/$preset.xml" \
+  ctest --preset "$preset" -j "$(nproc)" --output-junit "$results/$preset.xml" \
     ${arguments[@]+"${arguments[@]}"} > "$results/$preset.log" 2>&1 || failed=true
   for entry in ${skipped[@]+"${skipped[@]}"}; do
     ctest --preset "$preset" -N -L "^${entry%%:*}$" > "$results/$preset.${entry%%:*}" 2> /dev/null

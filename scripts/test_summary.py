@@ -2,9 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sums up CTest runs: what passed, what failed with its output, what was skipped and why.
 
-Usage: test_summary.py FOLDER, where FOLDER holds for each preset `PRESET.xml` (CTest's JUnit file)
-and for each label left out `PRESET.LABEL` (the listing of `ctest -N`, then the reason as the last
-line). Exits 1 if a test failed or none ran.
+Usage: test_summary.py FOLDER, where FOLDER holds for each preset `PRESET.xml` (CTest's JUnit file),
+`PRESET.log` (what CTest printed: only there it says how a test died) and for each label left out
+`PRESET.LABEL` (the listing of `ctest -N`, then the reason as the last line). Exits 1 if a test failed
+or none ran.
 """
 
 import re
@@ -23,12 +24,19 @@ def skip_reason(output: str) -> str:
     return match.group(1).strip() if match else "no reason was given"
 
 
+def endings(log: Path) -> dict[str, str]:
+    """How each failed test ended: a signal, a timeout, or just "Failed"."""
+    text = log.read_text(errors="replace") if log.exists() else ""
+    return dict(re.findall(r"^\s+\d+ - (\S+) \((.*?)\)", text, re.M))
+
+
 def main() -> int:
     folder = Path(sys.argv[1])
     passed = failed = 0
     skipped: Counter[str] = Counter()
     for path in sorted(folder.glob("*.xml")):
         counts = Counter()
+        ended = endings(path.with_suffix(".log"))
         for case in ElementTree.parse(path).getroot().iter("testcase"):
             output = case.findtext("system-out") or ""
             status = case.get("status")
@@ -39,7 +47,9 @@ def main() -> int:
                 skipped[skip_reason(output)] += 1
             else:
                 counts["failed"] += 1
-                print(f"--- FAILED {path.stem}: {case.get('name')}\n{output.rstrip()}\n")
+                name = case.get("name") or ""
+                how = f"{ended.get(name, 'Failed')} after {float(case.get('time') or 0):.1f} s"
+                print(f"--- FAILED {path.stem}: {name} ({how})\n{output.rstrip()}\n")
         print(f"{path.stem}: {counts['passed']} passed, {counts['failed']} failed")
         passed += counts["passed"]
         failed += counts["failed"]

@@ -72,3 +72,13 @@ def test_a_missing_licence_line_is_found(tmp_path: Path) -> None:
     code, output = run("formatting.py", tmp_path)
     assert code == 1
     assert "SPDX" in output
+
+
+def test_the_summary_says_how_a_test_died(tmp_path: Path) -> None:
+    case = '<testcase name="unit_io" time="1.25" status="fail"><system-out>x</system-out></testcase>'
+    (tmp_path / "release.xml").write_text(f"<testsuite>{case}</testsuite>")
+    (tmp_path / "release.log").write_text("Tests FAILED:\n\t  7 - unit_io (SIGPIPE)  unit\n")
+    code, output = run("../../scripts/test_summary.py", tmp_path)
+    assert code == 1
+    assert "FAILED release: unit_io (SIGPIPE after 1.2 s)" in output
+    assert "0 passed, 1 failed" in output
