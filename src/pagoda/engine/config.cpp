@@ -54,10 +54,9 @@ void check_budgets(const Config& config) {
   fits("activation_reserve", config.activation_reserve, "host_budget", config.host_budget);
   fits("staging", config.staging, "host_budget", config.host_budget);
   if (!config.nvme.empty()) {
-    using optim::Updater;
     fits("five times update_chunk times update_buffers (four of them)",
-         Updater::kArrays * config.update_chunk *
-             std::min(config.update_buffers, Updater::kLeastBuffers),
+         optim::UpdateChunk::kArrays * config.update_chunk *
+             std::min(config.update_buffers, optim::Updater::kLeastBuffers),
          "host_budget", config.host_budget);
   }
 }

@@ -2,28 +2,27 @@
 #include "pagoda/optim/updater.h"
 
 #include <algorithm>
-#include <cstring>
 #include <utility>
 
 #include "pagoda/base/error.h"
 #include "pagoda/base/log.h"
 #include "pagoda/base/trace.h"
-#include "pagoda/kernels/cast.h"
-#include "pagoda/kernels/master_split.h"
-#include "pagoda/kernels/rounding_counter.h"
 
 namespace pagoda::optim {
 namespace {
 
-using kernels::Bf16;
-using kernels::ConstElements;
 using kernels::Dtype;
-using kernels::Elements;
 using pager::Tier;
 
-/// Different parameters round with different noise.
-std::uint64_t rounding_seed(std::uint64_t seed, std::uint32_t parameter) {
-  return kernels::mix64(kernels::mix64(seed) ^ parameter);
+/// Runs `fn`; its error says which page it was about.
+template <class Fn>
+void naming_page(const TrainedPage& page, Fn&& fn) {
+  try {
+    fn();
+  } catch (Error& error) {
+    error.add_context(context("page", page.page->name));
+    throw;
+  }
 }
 
 /// What of `all` is in none of the holes, which ascend.
@@ -58,58 +57,31 @@ struct Updater::Record {
   std::vector<pager::Range> asked;  // guarded by mutex_
   std::vector<pager::Range> made;   // the thread's, which writes it under mutex_
 
-  /// The elements of the page that a chunk of it has.
-  pager::Range elements(std::uint64_t chunk) const noexcept {
-    const std::uint64_t begin = page->updated.begin + chunk * layout.chunk;
-    return {begin, begin + layout.count(page->updated.size(), chunk)};
-  }
+  std::uint64_t chunks() const noexcept { return layout.chunks(page->updated.size()); }
 };
 
-/// Bytes of one home that a chunk reads or writes: in place, or through the slot's buffer.
-struct Updater::Array {
-  const pager::Home* home = nullptr;
-  Bytes offset = 0;
-  Bytes bytes = 0;
-  std::byte* memory = nullptr;
-  bool through_buffer = false;
-};
-
+/// A chunk on its way. One is used again when its last chunk has been written.
 struct Updater::Slot {
-  pager::HostBlock buffer;
-  Record* record = nullptr;
-  std::uint64_t chunk = 0;
-  Array state;
-  Array gradient;
-  Array parameter;
-  std::vector<io::Transfer> transfers;
-};
+  Slot(pager::Tiers& tiers, pager::HostBlock buffer) : chunk(tiers, std::move(buffer)) {}
 
-/// Runs `fn`; its error says which page it was about.
-template <class Fn>
-void Updater::naming_page(const Slot& slot, Fn&& fn) {
-  const std::string& name = slot.record->page->page->name;
-  try {
-    fn();
-  } catch (Error& error) {
-    error.add_context(context("page", name));
-    throw;
-  }
-}
+  UpdateChunk chunk;
+  Record* record = nullptr;
+};
 
 Updater::Updater(pager::Pager& pager, ThreadPool& pool, Options options)
     : pager_(pager), pool_(pool), options_(options) {
   PAGODA_REQUIRE_EQ(options_.chunk % pager::Slicing::kBlock, 0U,
                     "update_chunk must be a multiple of {} elements", pager::Slicing::kBlock);
   PAGODA_REQUIRE_GE(options_.buffers, 2U, "update_buffers must be at least 2");
-  const Bytes bytes = options_.chunk * kArrays * sizeof(float) + 4 * StateLayout::kAlignment;
+  const Bytes bytes = UpdateChunk::buffer_bytes(options_.chunk);
   const Bytes most = pager_.tiers().budget(Tier::Host).limit() / 8;
   for (unsigned i = 0; i < options_.buffers && (i < kLeastBuffers || (i + 1) * bytes <= most);
        ++i) {
-    slots_.push_back(std::make_unique<Slot>());
+    pager::HostBlock buffer;
     if (!pager_.tiers().all_in_place()) {
-      slots_.back()->buffer =
-          pager_.tiers().host().allocate(bytes, pager::tag::kStaging, "update buffer");
+      buffer = pager_.tiers().host().allocate(bytes, pager::tag::kStaging, "update buffer");
     }
+    slots_.push_back(std::make_unique<Slot>(pager_.tiers(), std::move(buffer)));
     free_.push_back(slots_.back().get());
   }
   thread_ = std::jthread([this] {
@@ -315,15 +287,7 @@ void Updater::run() {
     if (stopping_ || error_ != nullptr) {
       // Buffers are the disk's until their transfers are over.
       lock.unlock();
-      for (auto& slot : slots_) {
-        for (io::Transfer& transfer : slot->transfers) {
-          try {
-            transfer.wait();
-          } catch (...) {  // the first error is already known
-          }
-        }
-        slot->transfers.clear();
-      }
+      for (auto& slot : slots_) slot->chunk.abandon();  // the first error is already known
       lock.lock();
       if (stopping_) return;
       changed_.wait(lock, [&] { return stopping_; });
@@ -339,17 +303,16 @@ void Updater::run() {
       lock.unlock();
       if (!reading_.empty()) {
         Slot& slot = *reading_.front();
-        naming_page(slot, [&] { compute(slot); });
+        naming_page(*slot.record->page, [&] { compute(slot); });
         reading_.pop_front();
         writing_.push_back(&slot);
       }
       // Half of the slots may be on their way out: the disk always has reads and writes before it.
       while (!writing_.empty() &&
              (reading_.empty() || (free_.empty() && 2 * writing_.size() >= slots_.size()) ||
-              std::all_of(writing_.front()->transfers.begin(), writing_.front()->transfers.end(),
-                          [](const io::Transfer& t) { return t.done(); }))) {
+              writing_.front()->chunk.arrived())) {
         Slot& slot = *writing_.front();
-        naming_page(slot, [&] { finish(slot); });
+        naming_page(*slot.record->page, [&] { finish(slot); });
         writing_.pop_front();
         free_.push_back(&slot);
       }
@@ -377,7 +340,7 @@ void Updater::fill_slots(std::unique_lock<std::mutex>& lock) {
       current_->urgent = false;
       queue_.pop_front();
       next_chunk_ = 0;
-      current_->chunks_left = current_->layout.chunks(current_->page->updated.size());
+      current_->chunks_left = current_->chunks();
       if (current_->chunks_left == 0) {  // nothing of it is this rank's
         lock.unlock();
         page_done(*std::exchange(current_, nullptr));
@@ -386,154 +349,41 @@ void Updater::fill_slots(std::unique_lock<std::mutex>& lock) {
       continue;
     }
     Slot& slot = *free_.front();
-    slot.record = current_;
-    slot.chunk = next_chunk_++;
-    if (next_chunk_ == current_->layout.chunks(current_->page->updated.size())) current_ = nullptr;
+    Record& record = *current_;
+    const std::uint64_t chunk = next_chunk_++;
+    if (next_chunk_ == record.chunks()) current_ = nullptr;
     lock.unlock();
-    naming_page(slot, [&] { begin(slot); });
+    Bytes from_disk = 0;
+    naming_page(*record.page,
+                [&] { from_disk = slot.chunk.begin(*record.page, record.layout, chunk); });
+    slot.record = &record;
     free_.pop_front();
     reading_.push_back(&slot);
     lock.lock();
+    stats_.nvme_read += from_disk;
   }
-}
-
-void Updater::begin(Slot& slot) {
-  const Record& record = *slot.record;
-  const TrainedPage& page = *record.page;
-  const StateLayout& layout = record.layout;
-  const auto [first, end] = record.elements(slot.chunk);
-  const std::uint64_t count = end - first;
-  pager::Tiers& tiers = pager_.tiers();
-
-  std::byte* buffer = slot.buffer.data();
-  const auto place = [&](const pager::Home& home, Bytes offset, Bytes bytes) {
-    Array array{&home, offset, bytes, nullptr, false};
-    if (tiers.in_place(home)) {
-      array.memory = const_cast<std::byte*>(home.data()) + offset;
-    } else {
-      array.through_buffer = true;
-      array.memory = buffer;
-      buffer += align_up(bytes, StateLayout::kAlignment);
-    }
-    return array;
-  };
-  const auto read = [&](Array& array) {
-    if (!array.through_buffer || array.bytes == 0) return;
-    if (array.home->tier() == Tier::Nvme) {
-      slot.transfers.push_back(
-          tiers.swap()->read(array.home->extent(), array.offset, {array.memory, array.bytes}));
-      const std::lock_guard lock(mutex_);
-      stats_.nvme_read += array.bytes;
-    } else {
-      tiers.read(*array.home, array.offset, {array.memory, array.bytes});
-    }
-  };
-  slot.state = place(page.state, layout.begin(slot.chunk), layout.offsets(count).end);
-  const Bytes grad_size = kernels::element_size(page.gradient_dtype);
-  slot.gradient =
-      place(page.gradient, (first - page.gradient_range.begin) * grad_size, count * grad_size);
-  const Bytes size = page.page->element_size;
-  slot.parameter =
-      place(page.page->home, (first - page.page->home_range.begin) * size, count * size);
-  if (!page.state_blank) read(slot.state);
-  read(slot.gradient);
-  // The parameter is read where it is part of the master, or where it is not written in full.
-  const bool reads_parameter = layout.master != StateLayout::Master::Whole || page.state_blank ||
-                               page.segments.size() != 1 || page.parameters.size() != 1 ||
-                               page.segments[0].range.size() != page.elements();
-  if (reads_parameter) read(slot.parameter);
 }
 
 void Updater::compute(Slot& slot) {
   Record& record = *slot.record;
-  TrainedPage& page = *record.page;
-  const StateLayout& layout = record.layout;
-  const pager::Range chunk = record.elements(slot.chunk);
-  const std::uint64_t count = chunk.size();
-  const StateLayout::Offsets at = layout.offsets(count);
   const Stopwatch waiting;
-  for (io::Transfer& transfer : slot.transfers) transfer.wait();
-  slot.transfers.clear();
+  slot.chunk.await();
   const Nanos waited = waiting.elapsed_ns();
 
-  PAGODA_TRACE("optim", "update", {"page", page.page->name}, {"elements", count});
+  const pager::Range elements = slot.chunk.elements();
+  PAGODA_TRACE("optim", "update", {"page", record.page->page->name}, {"elements", elements.size()});
   const Stopwatch working;
-  std::byte* state = slot.state.memory;
-  if (page.state_blank) {
-    std::memset(state, 0, at.end);
-    if (layout.master == StateLayout::Master::Whole) {
-      kernels::cast({page.dtype, slot.parameter.memory}, reinterpret_cast<float*>(state), count,
-                    pool_);
-    }
-  }
-  apply_rules(slot, without(chunk, record.made));
+  if (record.page->state_blank) slot.chunk.fill_blank(pool_);
+  slot.chunk.apply(without(elements, record.made), *record.step, options_.seed, pool_);
   ++record.computed;
   const Nanos busy = working.elapsed_ns();
 
-  Bytes written = 0;
-  pager::Tiers& tiers = pager_.tiers();
-  for (Array* array : {&slot.state, &slot.parameter}) {
-    if (!array->through_buffer || array->bytes == 0) continue;
-    if (array->home->tier() == Tier::Nvme) {
-      slot.transfers.push_back(
-          tiers.swap()->write(array->home->extent(), array->offset, {array->memory, array->bytes}));
-      written += array->bytes;
-    } else {
-      tiers.write(*array->home, array->offset, {array->memory, array->bytes});
-    }
-  }
+  const Bytes to_disk = slot.chunk.write();
   const std::lock_guard lock(mutex_);
   stats_.waited_io += waited;
   stats_.busy += busy;
-  stats_.elements += count;
-  stats_.nvme_written += written;
-}
-
-/// Updates these elements of the slot's chunk, which ascend; its bytes are there.
-void Updater::apply_rules(const Slot& slot, std::span<const pager::Range> wanted) {
-  const Record& record = *slot.record;
-  const TrainedPage& page = *record.page;
-  const StateLayout& layout = record.layout;
-  const pager::Range chunk = record.elements(slot.chunk);
-  const StateLayout::Offsets at = layout.offsets(chunk.size());
-  std::byte* state = slot.state.memory;
-  const Elements momentum{layout.moments, layout.momentum ? state + at.momentum : nullptr};
-  const Elements variance{layout.moments, layout.variance ? state + at.variance : nullptr};
-  std::vector<kernels::OptimizerSlice> slices;
-  for (const Segment& segment : page.segments) {
-    const TrainedParameter& parameter = page.parameters[segment.parameter];
-    if (!parameter.used) continue;
-    slices.clear();
-    for (const pager::Range& range : wanted) {
-      const std::uint64_t from = std::max(range.begin, segment.range.begin);
-      const std::uint64_t to = std::min(range.end, segment.range.end);
-      if (from >= to) continue;
-      const std::size_t skip = from - chunk.begin;
-      kernels::OptimizerSlice& slice = slices.emplace_back();
-      slice.first_index = segment.first_index + (from - segment.range.begin);
-      slice.count = to - from;
-      slice.grad = ConstElements{page.gradient_dtype, slot.gradient.memory}.from(skip);
-      const Elements values = Elements{page.dtype, slot.parameter.memory}.from(skip);
-      switch (layout.master) {
-        case StateLayout::Master::Parameter:
-          slice.master = static_cast<float*>(values.data);
-          break;
-        case StateLayout::Master::Whole:
-          slice.master = reinterpret_cast<float*>(state) + skip;
-          slice.param = values;
-          break;
-        case StateLayout::Master::Split:
-          slice.rest = reinterpret_cast<std::int16_t*>(state) + skip;
-          slice.param = values;
-          break;
-      }
-      slice.momentum = momentum.from(skip);
-      slice.variance = variance.from(skip);
-    }
-    const kernels::Step step{parameter.updates + 1, record.step->grad_scale,
-                             rounding_seed(options_.seed, parameter.index)};
-    apply(record.step->optimizers[parameter.group], step, slices, pool_);
-  }
+  stats_.elements += elements.size();
+  stats_.nvme_written += to_disk;
 }
 
 /// Updates the parts that somebody waits for, as far as their chunks' turn has not come yet.
@@ -547,21 +397,19 @@ void Updater::make_parts(Record& record, std::unique_lock<std::mutex>& lock) {
   lock.unlock();
   PAGODA_TRACE("optim", "update parts", {"page", page.page->name}, {"parts", parts.size()});
   const Stopwatch working;
-  Slot slot;
-  slot.record = &record;
+  UpdateChunk chunk(pager_.tiers());  // nothing needs a buffer: see settles_parts()
   auto next = parts.cbegin();
-  naming_page(slot, [&] {
-    for (slot.chunk = record.computed; slot.chunk < record.layout.chunks(page.updated.size());
-         ++slot.chunk) {
-      const pager::Range chunk = record.elements(slot.chunk);
-      while (next != parts.cend() && next->end <= chunk.begin) ++next;
+  naming_page(page, [&] {
+    for (std::uint64_t index = record.computed; index < record.chunks(); ++index) {
+      const pager::Range elements = chunk_elements(page, record.layout, index);
+      while (next != parts.cend() && next->end <= elements.begin) ++next;
       std::vector<pager::Range> here;
-      for (auto part = next; part != parts.cend() && part->begin < chunk.end; ++part) {
-        here.push_back({std::max(part->begin, chunk.begin), std::min(part->end, chunk.end)});
+      for (auto part = next; part != parts.cend() && part->begin < elements.end; ++part) {
+        here.push_back({std::max(part->begin, elements.begin), std::min(part->end, elements.end)});
       }
       if (here.empty()) continue;
-      begin(slot);
-      apply_rules(slot, here);
+      chunk.begin(page, record.layout, index);
+      chunk.apply(here, *record.step, options_.seed, pool_);
     }
   });
   lock.lock();
@@ -572,10 +420,8 @@ void Updater::make_parts(Record& record, std::unique_lock<std::mutex>& lock) {
 
 void Updater::finish(Slot& slot) {
   const Stopwatch waiting;
-  for (io::Transfer& transfer : slot.transfers) transfer.wait();
-  slot.transfers.clear();
-  Record& record = *slot.record;
-  slot.record = nullptr;
+  slot.chunk.await();
+  Record& record = *std::exchange(slot.record, nullptr);
   {
     const std::lock_guard lock(mutex_);
     stats_.waited_io += waiting.elapsed_ns();
@@ -624,48 +470,7 @@ void Updater::overwritten(pager::Page& page, std::uint64_t begin, std::uint64_t 
     if (found == records_.end()) return;
     record = found->second.get();
   }
-  TrainedPage& trained = *record->page;
-  const StateLayout& layout = record->layout;
-  if (trained.state_blank || layout.master == StateLayout::Master::Parameter) return;
-  PAGODA_CHECK_EQ(page.element_size, 2U);
-  const auto* was = reinterpret_cast<const std::uint16_t*>(before);
-  const auto* is = reinterpret_cast<const std::uint16_t*>(after);
-  // Masters follow only where the 16-bit value changed: a write-back of the same bits loses
-  // nothing.
-  pager::Tiers& tiers = pager_.tiers();
-  const bool in_place = tiers.in_place(trained.state);
-  std::vector<std::byte> buffer;
-  for (std::uint64_t done = 0; done < count;) {
-    const std::uint64_t at = begin + done - trained.updated.begin;
-    const std::uint64_t index = at / layout.chunk;
-    const std::uint64_t skip = at % layout.chunk;
-    const std::uint64_t in_chunk = layout.count(trained.updated.size(), index);
-    const std::uint64_t piece = std::min(count - done, in_chunk - skip);
-    if (std::memcmp(was + done, is + done, piece * 2) != 0) {
-      const StateLayout::Offsets offsets = layout.offsets(in_chunk);
-      if (!in_place) {
-        buffer.resize(offsets.end);
-        tiers.read(trained.state, layout.begin(index), buffer);
-      }
-      std::byte* chunk = in_place ? trained.state.data() + layout.begin(index) : buffer.data();
-      for (std::uint64_t i = 0; i < piece; ++i) {
-        if (was[done + i] == is[done + i]) continue;
-        const std::uint16_t bits = is[done + i];
-        if (layout.master == StateLayout::Master::Whole) {
-          kernels::cast(ConstElements{trained.dtype, &bits},
-                        reinterpret_cast<float*>(chunk) + skip + i, 1);
-        } else {
-          reinterpret_cast<std::int16_t*>(chunk)[skip + i] = 0;
-          // The tie's bit is the sign of the second moment: a rest of zero is no tie.
-          std::byte* sign =
-              chunk + offsets.variance + (skip + i + 1) * kernels::element_size(layout.moments) - 1;
-          *sign &= std::byte{0x7F};
-        }
-      }
-      if (!in_place) tiers.write(trained.state, layout.begin(index), buffer);
-    }
-    done += piece;
-  }
+  follow_parameters(pager_.tiers(), *record->page, record->layout, begin, count, before, after);
 }
 
 }  // namespace pagoda::optim

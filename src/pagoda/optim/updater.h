@@ -16,16 +16,11 @@
 #include "pagoda/optim/optimizer.h"
 #include "pagoda/optim/state_layout.h"
 #include "pagoda/optim/trained_page.h"
+#include "pagoda/optim/update_chunk.h"
 #include "pagoda/pager/foresight.h"
 #include "pagoda/pager/pager.h"
 
 namespace pagoda::optim {
-
-/// What a step has fixed for every page that it updates.
-struct StepScalars {
-  double grad_scale = 1;              // inverse loss scale × clipping factor
-  std::vector<Optimizer> optimizers;  // by group
-};
 
 struct UpdaterStats {
   std::uint64_t pages = 0;
@@ -44,9 +39,6 @@ struct UpdaterStats {
 /// called from any thread.
 class Updater final : public pager::Debts {
  public:
-  /// Arrays of a chunk in a buffer, four bytes an element each at most: master, two moments,
-  /// parameter and gradient.
-  static constexpr Bytes kArrays = 5;
   /// Buffers that are taken however small the host's budget is: reads and writes overlap with them.
   static constexpr unsigned kLeastBuffers = 4;
 
@@ -114,17 +106,12 @@ class Updater final : public pager::Debts {
  private:
   struct Record;
   struct Slot;
-  struct Array;
 
   static bool sooner(const Record* a, const Record* b) noexcept;
   void bring_forward(Record& record);
   void run();
   void fill_slots(std::unique_lock<std::mutex>& lock);
-  template <class Fn>
-  static void naming_page(const Slot& slot, Fn&& fn);
-  void begin(Slot& slot);
   void compute(Slot& slot);
-  void apply_rules(const Slot& slot, std::span<const pager::Range> wanted);
   void make_parts(Record& record, std::unique_lock<std::mutex>& lock);
   void finish(Slot& slot);
   void page_done(Record& record);

@@ -1,0 +1,199 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "pagoda/optim/update_chunk.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "pagoda/base/error.h"
+#include "pagoda/kernels/cast.h"
+#include "pagoda/kernels/rounding_counter.h"
+
+namespace pagoda::optim {
+namespace {
+
+using kernels::ConstElements;
+using kernels::Elements;
+using pager::Tier;
+
+/// Different parameters round with different noise.
+std::uint64_t rounding_seed(std::uint64_t seed, std::uint32_t parameter) {
+  return kernels::mix64(kernels::mix64(seed) ^ parameter);
+}
+
+}  // namespace
+
+UpdateChunk::Array UpdateChunk::place(const pager::Home& home, Bytes offset, Bytes bytes,
+                                      std::byte*& free) const {
+  if (tiers_.in_place(home)) {
+    return {&home, offset, {const_cast<std::byte*>(home.data()) + offset, bytes}, false};
+  }
+  std::byte* memory = free;
+  free += align_up(bytes, StateLayout::kAlignment);
+  return {&home, offset, {memory, bytes}, true};
+}
+
+Bytes UpdateChunk::read(const Array& array) {
+  if (!array.in_buffer || array.memory.empty()) return 0;
+  if (array.home->tier() != Tier::Nvme) {
+    tiers_.read(*array.home, array.offset, array.memory);
+    return 0;
+  }
+  transfers_.push_back(tiers_.swap()->read(array.home->extent(), array.offset, array.memory));
+  return array.memory.size();
+}
+
+/// Where it is part of the master, or is not written in full.
+bool UpdateChunk::reads_parameter() const noexcept {
+  return layout_->master != StateLayout::Master::Whole || page_->state_blank ||
+         page_->segments.size() != 1 || page_->parameters.size() != 1 ||
+         page_->segments[0].range.size() != page_->elements();
+}
+
+Bytes UpdateChunk::begin(const TrainedPage& page, const StateLayout& layout, std::uint64_t chunk) {
+  page_ = &page;
+  layout_ = &layout;
+  elements_ = chunk_elements(page, layout, chunk);
+  const std::uint64_t count = elements_.size();
+  const Bytes grad_size = kernels::element_size(page.gradient_dtype);
+  const Bytes size = page.page->element_size;
+  std::byte* free = buffer_.data();
+  state_ = place(page.state, layout.begin(chunk), layout.offsets(count).end, free);
+  gradient_ = place(page.gradient, (elements_.begin - page.gradient_range.begin) * grad_size,
+                    count * grad_size, free);
+  parameter_ = place(page.page->home, (elements_.begin - page.page->home_range.begin) * size,
+                     count * size, free);
+  Bytes from_disk = page.state_blank ? 0 : read(state_);
+  from_disk += read(gradient_);
+  if (reads_parameter()) from_disk += read(parameter_);
+  return from_disk;
+}
+
+void UpdateChunk::await() {
+  for (io::Transfer& transfer : transfers_) transfer.wait();
+  transfers_.clear();
+}
+
+bool UpdateChunk::arrived() const noexcept {
+  return std::all_of(transfers_.begin(), transfers_.end(),
+                     [](const io::Transfer& transfer) { return transfer.done(); });
+}
+
+void UpdateChunk::abandon() noexcept {
+  for (io::Transfer& transfer : transfers_) {
+    try {
+      transfer.wait();
+    } catch (...) {
+    }
+  }
+  transfers_.clear();
+}
+
+void UpdateChunk::fill_blank(ThreadPool& pool) {
+  std::memset(state_.memory.data(), 0, state_.memory.size());
+  if (layout_->master == StateLayout::Master::Whole) {
+    kernels::cast({page_->dtype, parameter_.memory.data()},
+                  reinterpret_cast<float*>(state_.memory.data()), elements_.size(), pool);
+  }
+}
+
+void UpdateChunk::apply(std::span<const pager::Range> wanted, const StepScalars& step,
+                        std::uint64_t seed, ThreadPool& pool) {
+  const StateLayout::Offsets at = layout_->offsets(elements_.size());
+  std::byte* state = state_.memory.data();
+  const Elements momentum{layout_->moments, layout_->momentum ? state + at.momentum : nullptr};
+  const Elements variance{layout_->moments, layout_->variance ? state + at.variance : nullptr};
+  std::vector<kernels::OptimizerSlice> slices;
+  for (const Segment& segment : page_->segments) {
+    const TrainedParameter& parameter = page_->parameters[segment.parameter];
+    if (!parameter.used) continue;
+    slices.clear();
+    for (const pager::Range& range : wanted) {
+      const std::uint64_t from = std::max(range.begin, segment.range.begin);
+      const std::uint64_t to = std::min(range.end, segment.range.end);
+      if (from >= to) continue;
+      const std::size_t skip = from - elements_.begin;
+      kernels::OptimizerSlice& slice = slices.emplace_back();
+      slice.first_index = segment.first_index + (from - segment.range.begin);
+      slice.count = to - from;
+      slice.grad = ConstElements{page_->gradient_dtype, gradient_.memory.data()}.from(skip);
+      const Elements values = Elements{page_->dtype, parameter_.memory.data()}.from(skip);
+      switch (layout_->master) {
+        case StateLayout::Master::Parameter:
+          slice.master = static_cast<float*>(values.data);
+          break;
+        case StateLayout::Master::Whole:
+          slice.master = reinterpret_cast<float*>(state) + skip;
+          slice.param = values;
+          break;
+        case StateLayout::Master::Split:
+          slice.rest = reinterpret_cast<std::int16_t*>(state) + skip;
+          slice.param = values;
+          break;
+      }
+      slice.momentum = momentum.from(skip);
+      slice.variance = variance.from(skip);
+    }
+    const kernels::Step now{parameter.updates + 1, step.grad_scale,
+                            rounding_seed(seed, parameter.index)};
+    optim::apply(step.optimizers[parameter.group], now, slices, pool);
+  }
+}
+
+Bytes UpdateChunk::write() {
+  Bytes to_disk = 0;
+  for (const Array* array : {&state_, &parameter_}) {
+    if (!array->in_buffer || array->memory.empty()) continue;
+    if (array->home->tier() == Tier::Nvme) {
+      transfers_.push_back(
+          tiers_.swap()->write(array->home->extent(), array->offset, array->memory));
+      to_disk += array->memory.size();
+    } else {
+      tiers_.write(*array->home, array->offset, array->memory);
+    }
+  }
+  return to_disk;
+}
+
+void follow_parameters(pager::Tiers& tiers, TrainedPage& page, const StateLayout& layout,
+                       std::uint64_t begin, std::uint64_t count, const std::byte* before,
+                       const std::byte* after) {
+  if (page.state_blank || layout.master == StateLayout::Master::Parameter) return;
+  PAGODA_CHECK_EQ(page.page->element_size, 2U);
+  const auto* was = reinterpret_cast<const std::uint16_t*>(before);
+  const auto* is = reinterpret_cast<const std::uint16_t*>(after);
+  const bool in_place = tiers.in_place(page.state);
+  std::vector<std::byte> buffer;
+  for (std::uint64_t done = 0; done < count;) {
+    const std::uint64_t at = begin + done - page.updated.begin;
+    const std::uint64_t index = at / layout.chunk;
+    const std::uint64_t skip = at % layout.chunk;
+    const std::uint64_t in_chunk = layout.count(page.updated.size(), index);
+    const std::uint64_t piece = std::min(count - done, in_chunk - skip);
+    if (std::memcmp(was + done, is + done, piece * 2) != 0) {
+      const StateLayout::Offsets offsets = layout.offsets(in_chunk);
+      if (!in_place) {
+        buffer.resize(offsets.end);
+        tiers.read(page.state, layout.begin(index), buffer);
+      }
+      std::byte* chunk = in_place ? page.state.data() + layout.begin(index) : buffer.data();
+      for (std::uint64_t i = 0; i < piece; ++i) {
+        if (was[done + i] == is[done + i]) continue;
+        const std::uint16_t bits = is[done + i];
+        if (layout.master == StateLayout::Master::Whole) {
+          kernels::cast(ConstElements{page.dtype, &bits},
+                        reinterpret_cast<float*>(chunk) + skip + i, 1);
+        } else {
+          reinterpret_cast<std::int16_t*>(chunk)[skip + i] = 0;
+          // The tie's bit is the sign of the second moment: a rest of zero is no tie.
+          std::byte* sign =
+              chunk + offsets.variance + (skip + i + 1) * kernels::element_size(layout.moments) - 1;
+          *sign &= std::byte{0x7F};
+        }
+      }
+      if (!in_place) tiers.write(page.state, layout.begin(index), buffer);
+    }
+    done += piece;
+  }
+}
+
+}  // namespace pagoda::optim
