@@ -103,6 +103,10 @@ struct alignas(64) Page {
   bool moving() const noexcept {
     return residency == Residency::Fetching || residency == Residency::Leaving;
   }
+  /// Its block may be given to another page.
+  bool evictable(bool may_be_dirty) const noexcept {
+    return residency == Residency::Resident && pins == 0 && !fixed && (may_be_dirty || !dirty);
+  }
   bool whole_home() const noexcept { return home_range.size() == elements; }
   bool owes() const noexcept { return version < wanted; }
 };

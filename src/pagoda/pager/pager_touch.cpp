@@ -1,0 +1,401 @@
+// SPDX-License-Identifier: Apache-2.0
+// Pager: what happens when an operator touches pages, until it lets go of them.
+#include <algorithm>
+#include <utility>
+
+#include "pagoda/base/error.h"
+#include "pagoda/base/trace.h"
+#include "pagoda/device/ordering_checker.h"
+#include "pagoda/pager/pager.h"
+
+namespace pagoda::pager {
+namespace {
+
+// Pins that operators of this thread hold, of every pager: waiting for those would never end.
+thread_local std::vector<const Page*> pins_of_this_thread;
+
+std::uint32_t pinned_here(const Page& page) {
+  return static_cast<std::uint32_t>(
+      std::count(pins_of_this_thread.begin(), pins_of_this_thread.end(), &page));
+}
+
+bool among(const Page& page, std::span<const Access> accesses) {
+  return std::any_of(accesses.begin(), accesses.end(),
+                     [&](const Access& access) { return access.page == &page; });
+}
+
+}  // namespace
+
+void Pager::touch(std::span<const Access> accesses, std::uint8_t mode, device::Stream* consumer) {
+  const bool captured = consumer != nullptr && consumer->capturing();
+  Lock lock(mutex_);
+  bury(lock);
+  if (captured) return touch_held(accesses, lock);
+  bool writes = debts_ != nullptr && std::any_of(accesses.begin(), accesses.end(),
+                                                 [](const Access& access) { return access.write; });
+  for (;;) {
+    if (!refused_.empty()) throw EngineError(refused_);
+    const auto owing = std::find_if(accesses.begin(), accesses.end(), [](const Access& access) {
+      return access.page->owes() || access.page->early != Early::No || access.page->lookups > 0;
+    });
+    if (owing != accesses.end()) {
+      if (owing->page->early == Early::Begun) used_early(*owing->page);
+      // The ranks are being asked, or another thread's operator has the storage, while it runs.
+      if (owing->page->early == Early::Asked || owing->page->lookups > 0) {
+        changed_.wait(lock);
+        continue;
+      }
+      PAGODA_CHECK(debts_ != nullptr, "a page owes an update that nobody makes (page {})",
+                   owing->page->name);
+      PAGODA_TRACE("pager", "wait for update", {"page", owing->page->name});
+      Debts* debts = debts_;
+      lock.unlock();
+      const Stopwatch watch;
+      debts->settle(*owing->page);
+      lock.lock();
+      stats_.update_stall += watch.elapsed_ns();
+      stalled_ += watch.elapsed_ns();
+      continue;
+    }
+    if (std::exchange(writes, false)) {
+      Debts* debts = debts_;
+      lock.unlock();
+      for (const Access& access : accesses) {
+        if (access.write) debts->about_to_write(*access.page);
+      }
+      lock.lock();
+      continue;
+    }
+    for (const Access& access : accesses) {
+      ++access.page->pins;
+      recount(*access.page, lock);
+    }
+    try {
+      if (!start_absent(accesses, lock)) {  // no room until another thread is done with its pages
+        unpin_all(accesses, lock);
+        ++starved_;
+        changed_.wait(lock);
+        --starved_;
+        continue;
+      }
+      bool again = false;
+      for (const Access& access : accesses) {
+        await(*access.page, lock);
+        again = again || access.page->residency != Residency::Resident || access.page->owes() ||
+                access.page->early != Early::No;
+      }
+      if (again) {
+        unpin_all(accesses, lock);
+        continue;
+      }
+      for (const Access& access : accesses) {
+        if (access.write) keep_before(*access.page, lock);
+      }
+    } catch (...) {
+      if (!lock.owns_lock()) lock.lock();
+      unpin_all(accesses, lock);
+      throw;
+    }
+    break;
+  }
+  for (const Access& access : accesses) {
+    use(*access.page, access.write, mode, consumer, lock);
+    pins_of_this_thread.push_back(access.page);
+  }
+  pump(lock);
+  lock.unlock();
+  try {
+    if (consumer == nullptr) await_copies(accesses);
+    tell_checker(accesses, consumer);
+  } catch (...) {
+    const Lock relock(mutex_);
+    unpin_all(accesses, relock);
+    for (const Access& held : accesses) {
+      std::erase(pins_of_this_thread, held.page);
+      if (held.page->pins == 0) drop_copy(*held.page, relock);
+    }
+    throw;
+  }
+}
+
+/// Into a CUDA graph, which will read the same addresses whenever it is replayed: only what stays
+/// there may be read. It was there when it was held, and an update that it owes comes with the next
+/// operator outside of a graph. A write is fatal to the engine: it cannot be stopped, for a page
+/// that is held does not throw.
+void Pager::touch_held(std::span<const Access> accesses, const Lock& lock) {
+  for (const Access& access : accesses) {
+    if (!refused_.empty()) throw EngineError(refused_);
+    const std::string& name = access.page->name;
+    if (access.write) {
+      throw UserError(fmt::format("page '{}' is written by an operator of a CUDA graph", name));
+    }
+    if (access.page->holds == 0 && !access.page->fixed) {
+      throw NotHeld(
+          fmt::format("page '{}' is read while a CUDA graph is captured, which will be "
+                      "replayed with the addresses of now: for as long as it lives, {}",
+                      name, options_.pin_advice));
+    }
+  }
+  for (const Access& access : accesses) {
+    ++access.page->pins;
+    recount(*access.page, lock);
+    pins_of_this_thread.push_back(access.page);
+  }
+}
+
+/// The operator runs on this thread: it must wait for copies still under way.
+void Pager::await_copies(std::span<const Access> accesses) {
+  if (copies_at_once()) return;
+  if (options_.dropped_wait == DroppedWait::Ready) return;
+  for (const Access& access : accesses) {
+    if (access.page->ready.event == nullptr || access.page->ready.event->done()) continue;
+    const Stopwatch watch;
+    {
+      PAGODA_TRACE("pager", "wait for copy", {"page", access.page->name});
+      access.page->ready.event->wait();
+    }
+    const Lock lock(mutex_);
+    stats_.late_stall += watch.elapsed_ns();
+    stalled_ += watch.elapsed_ns();
+  }
+}
+
+/// An operator uses its pages now, or on `consumer`. The pages are pinned.
+void Pager::tell_checker(std::span<const Access> accesses, device::Stream* consumer) const {
+  device::OrderingChecker* checker = tiers_.device()->checker().get();
+  if (checker == nullptr) return;
+  for (const Access& access : accesses) {
+    const Page& page = *access.page;
+    const std::byte* data = page.device_block().data();
+    if (consumer != nullptr) {
+      access.write ? checker->write(*consumer, data, page.bytes(), "operator")
+                   : checker->read(*consumer, data, page.bytes(), "operator");
+    } else {
+      access.write ? checker->host_write(data, page.bytes(), "operator")
+                   : checker->host_read(data, page.bytes(), "operator");
+    }
+  }
+}
+
+/// Takes room for every absent page and starts its fetch; false when room will only be there once
+/// other threads let go.
+bool Pager::start_absent(std::span<const Access> accesses, Lock& lock) {
+  for (const Access& access : accesses) {
+    Page& page = *access.page;
+    if (page.residency == Residency::Resident && page.resident_version != page.wanted &&
+        !page.fixed) {
+      if (page.holds > 0) {  // its pointer is in use: the new bytes come to the same place
+        page.ready = room_stream_->mark();
+        start_fetch(page, Priority::Urgent, lock);
+        continue;
+      }
+      drop_copy(page, lock);
+    }
+    if (page.residency != Residency::Absent) continue;
+    // What befell a prefetch befalls whoever needs the page: no error is lost.
+    if (page.fetch_error != nullptr) {
+      std::rethrow_exception(std::exchange(page.fetch_error, nullptr));
+    }
+    if (!take_block(page, accesses, lock)) return false;
+    if (page.residency != Residency::Absent || !page.block) continue;  // all were laid out afresh
+    ++stats_.faults;
+    start_fetch(page, Priority::Urgent, lock);
+  }
+  return true;
+}
+
+bool Pager::try_take_block(Page& page, const Lock& /*lock*/) {
+  auto block = tiers_.arena().try_allocate(page.bytes(), *room_stream_, page.name);
+  if (!block) return false;
+  page.block = std::move(*block);
+  page.ready = room_stream_->mark();
+  return true;
+}
+
+bool Pager::take_block(Page& page, std::span<const Access> accesses, Lock& lock) {
+  for (;;) {
+    if (page.residency != Residency::Absent) return true;  // changed while the lock was open
+    if (try_take_block(page, lock)) return true;
+    if (Page* goes = victim(kNoPage, true, lock)) {
+      if (goes->dirty) {
+        write_back(*goes, lock);
+      } else {
+        drop_copy(*goes, lock);
+      }
+      continue;
+    }
+    if (others_will_free(accesses, lock)) return false;
+    if (take_blocks_afresh(accesses, lock)) return true;
+  }
+}
+
+/// Whether waiting makes sense: pages on their way in or out, or pinned by operators elsewhere.
+bool Pager::others_will_free(std::span<const Access> accesses, const Lock& /*lock*/) const {
+  return std::any_of(by_id_.begin(), by_id_.end(), [&](const Page* page) {
+    if (page == nullptr) return false;
+    const bool ours = among(*page, accesses);
+    if (page->residency == Residency::Leaving) return true;
+    if (page->residency == Residency::Fetching) return !ours;
+    return page->pins > page->holds + pinned_here(*page) + (ours ? 1 : 0);
+  });
+}
+
+/// The arena holds nothing but this operator's own pages, and yet one does not fit: crumbs. All go
+/// out and come in again, largest first, without gaps. False: something else has come meanwhile.
+bool Pager::take_blocks_afresh(std::span<const Access> accesses, Lock& lock) {
+  ++starved_;  // nothing is fetched ahead into the room that this makes
+  try {
+    for (bool settled = false; !settled;) {
+      settled = true;
+      for (const Access& access : accesses) {
+        Page& page = *access.page;
+        // Those of this operator that are on their way must arrive before they can move.
+        if (page.moving()) {
+          changed_.wait(lock);
+          settled = false;
+        } else if (page.residency == Residency::Resident && page.pins == 1 && !page.fixed) {
+          if (page.dirty) {
+            write_back(page, lock);
+            settled = false;
+          } else {
+            drop_copy(page, lock);
+          }
+        }
+      }
+    }
+  } catch (...) {
+    --starved_;
+    throw;
+  }
+  --starved_;
+  std::vector<Page*> absent;
+  for (const Access& access : accesses) {
+    if (access.page->residency == Residency::Absent) absent.push_back(access.page);
+  }
+  std::sort(absent.begin(), absent.end(),
+            [](const Page* a, const Page* b) { return a->bytes() > b->bytes(); });
+  for (Page* page : absent) {
+    if (try_take_block(*page, lock)) continue;
+    for (Page* taken : absent) taken->block = {};
+    const bool came = std::any_of(by_id_.begin(), by_id_.end(), [](const Page* other) {
+      return other != nullptr && other->evictable(true);
+    });
+    if (came || others_will_free(accesses, lock)) return false;
+    too_large(accesses);
+  }
+  for (Page* page : absent) {
+    ++stats_.faults;
+    start_fetch(*page, Priority::Urgent, lock);
+  }
+  return true;
+}
+
+void Pager::too_large(std::span<const Access> accesses) const {
+  std::string list;
+  Bytes sum = 0;
+  for (const Access& access : accesses) {
+    sum += access.page->bytes();
+    list += fmt::format("{}{} ({})", list.empty() ? "" : ", ", access.page->name,
+                        format_bytes(access.page->bytes()));
+  }
+  const device::ArenaStats arena = tiers_.arena().stats();
+  throw OperatorTooLarge(fmt::format(
+      "an operator needs {} of pages at once and the device budget has {} for pages, {} of it held "
+      "by pinned ones: {}; raise device_budget",
+      format_bytes(sum), format_bytes(arena.capacity), format_bytes(arena.used), list));
+}
+
+/// Waits until the page is neither on its way in nor out; throws what kept it from coming in.
+void Pager::await(Page& page, Lock& lock) {
+  if (page.residency != Residency::Resident) {
+    PAGODA_TRACE("pager", "wait for page", {"page", page.name}, {"bytes", page.bytes()});
+    const bool late = page.prefetched;
+    const Stopwatch watch;
+    changed_.wait(lock, [&] { return !page.moving(); });
+    (late ? stats_.late_stall : stats_.fault_stall) += watch.elapsed_ns();
+    stalled_ += watch.elapsed_ns();
+    if (late) {
+      ++stats_.late_prefetches;
+      page.prefetched = false;
+    }
+  }
+  if (page.fetch_error != nullptr) std::rethrow_exception(std::exchange(page.fetch_error, nullptr));
+}
+
+void Pager::use(Page& page, bool write, std::uint8_t mode, device::Stream* consumer,
+                const Lock& /*lock*/) {
+  ++stats_.touches;
+  page.last_touch = ++sequence_;
+  page.used_late = page.used_late || page.gradient_gone;
+  if (page.prefetched) {
+    ++stats_.prefetch_hits;
+    page.prefetched = false;
+  }
+  if (foresight_ != nullptr) {
+    foresight_->stalled(std::exchange(stalled_, 0));
+    foresight_->touched(page.id, mode, now_ns());
+  }
+  if (consumer != nullptr) {
+    if (page.ready.event != nullptr && page.ready.stream != consumer->id()) {
+      consumer->wait(*page.ready.event);
+    }
+    page.device_block().touch(*consumer);
+  }
+  if (!page.bound && page.binding != nullptr) {
+    page.binding->bind(page.device_block().data());
+    page.bound = true;
+  }
+  if (write) {
+    page.dirty = true;
+    page.blank = false;
+  }
+}
+
+void Pager::unpin(std::span<const Access> accesses, device::Stream* consumer) noexcept {
+  try {
+    // Until now the operator was at it; on a stream, what it was given when it began says it all.
+    if (consumer == nullptr) tell_checker(accesses, consumer);
+  } catch (const device::OrderingViolation&) {  // the checker keeps it
+  }
+  const Lock lock(mutex_);
+  for (const Access& access : accesses) {
+    const auto pin =
+        std::find(pins_of_this_thread.rbegin(), pins_of_this_thread.rend(), access.page);
+    if (pin != pins_of_this_thread.rend()) pins_of_this_thread.erase(std::next(pin).base());
+    if (consumer != nullptr && access.write) access.page->written = consumer->mark();
+  }
+  unpin_all(accesses, lock);
+}
+
+void Pager::unpin_all(std::span<const Access> accesses, const Lock& lock) noexcept {
+  for (const Access& access : accesses) {
+    --access.page->pins;
+    recount(*access.page, lock);
+  }
+  if (starved_ > 0) changed_.notify_all();
+}
+
+void Pager::hold(Page& page, device::Stream* consumer) {
+  const Access access{&page, false};
+  touch({&access, 1}, 0, consumer);
+  try {
+    if (consumer != nullptr) await_copies({&access, 1});  // a pointer may go to any stream
+  } catch (...) {
+    unpin({&access, 1}, consumer);
+    throw;
+  }
+  const Lock lock(mutex_);
+  ++page.holds;
+  pins_of_this_thread.pop_back();  // touch() has just put it there
+}
+
+void Pager::release_hold(Page& page) noexcept {
+  const Lock lock(mutex_);
+  --page.holds;
+  --page.pins;
+  ++changes_;
+  recount(page, lock);
+  if (starved_ > 0) changed_.notify_all();
+}
+
+}  // namespace pagoda::pager
