@@ -1,12 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
-#include <condition_variable>
 #include <cstdio>
-#include <cstring>
-#include <deque>
 #include <filesystem>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
@@ -18,11 +14,10 @@
 #include "disk_load.h"
 #include "fio.h"
 #include "pagoda/base/aligned_buffer.h"
-#include "pagoda/base/clock.h"
 #include "pagoda/base/error.h"
 #include "pagoda/io/checksum.h"
-#include "pagoda/io/swap_space.h"
 #include "raw_disk.h"
+#include "swap_load.h"
 
 namespace pagoda::cli {
 namespace {
@@ -38,99 +33,6 @@ struct Flags {
   std::string only;
   bool small_pages = false;
   bool json = false;
-};
-
-/// A swap space under load: one thread, registered buffers, the next block from each completion.
-class SwapLoad {
- public:
-  SwapLoad(const std::vector<std::filesystem::path>& directories, Bytes size, const DiskLoad& load,
-           io::EngineChoice engine, bool checksums, AlignedBuffer::Pages pages)
-      : budget_("nvme", size),
-        space_(options(directories, size, load, engine, checksums), budget_),
-        extent_(space_.allocate(size)),
-        block_(load.block),
-        blocks_(size / load.block),
-        // A few more than the disk's queue holds, so that it is never short of one.
-        slots_(load.depth * directories.size() + 4),
-        memory_(slots_ * block_, 4096, pages) {
-    for (std::size_t i = 0; i < memory_.size(); ++i) {
-      memory_.data()[i] = static_cast<std::byte>(i * 2654435761U >> 7);
-    }
-    registered_ = space_.register_buffer(memory_.span());
-    run(DiskLoad::Kind::Write, 0, blocks_);  // reads find data, writes are overwrites
-  }
-
-  double run(DiskLoad::Kind kind, double seconds) { return run(kind, seconds, 0); }
-
-  std::string_view engine_name() const { return space_.engine_name(); }
-  bool direct() const { return space_.direct(); }
-  bool registered() const { return registered_.registered(); }
-
- private:
-  static io::SwapOptions options(const std::vector<std::filesystem::path>& directories, Bytes size,
-                                 const DiskLoad& load, io::EngineChoice engine, bool checksums) {
-    io::SwapOptions options;
-    options.directories = directories;
-    options.capacity = size;
-    options.io_bytes = load.block;
-    options.stripe_bytes = std::max(options.stripe_bytes, load.block);
-    options.checksum_block = std::min(options.checksum_block, load.block);
-    options.checksums = checksums;
-    options.engine = engine;
-    options.depth = load.depth;
-    return options;
-  }
-
-  /// For `seconds`, and at least `least` blocks. Bytes a second.
-  double run(DiskLoad::Kind kind, double seconds, std::uint64_t least) {
-    std::mutex mutex;
-    std::condition_variable ended;
-    std::deque<std::size_t> free;  // guarded by mutex; slots whose transfer has ended
-    std::exception_ptr failed;     // guarded by mutex
-    for (std::size_t i = 0; i < slots_; ++i) free.push_back(i);
-    std::vector<io::Transfer> transfers(slots_);
-    std::uint64_t started = 0;
-    const Stopwatch watch;
-    while ((started < least || watch.seconds() < seconds) && failed == nullptr) {
-      std::size_t slot = 0;
-      {
-        std::unique_lock lock(mutex);
-        ended.wait(lock, [&] { return !free.empty(); });
-        slot = free.front();
-        free.pop_front();
-      }
-      const auto end = [&, slot](std::exception_ptr error) {
-        const std::lock_guard lock(mutex);
-        if (error != nullptr) failed = error;
-        free.push_back(slot);
-        ended.notify_one();
-      };
-      transfers[slot] = start(kind, started++, memory_.span().subspan(slot * block_, block_), end);
-    }
-    for (io::Transfer& transfer : transfers) transfer.wait();
-    return static_cast<double>(started * block_) / watch.seconds();
-  }
-
-  /// Sequential, as fio does it; mixed reads and writes each in a half of their own.
-  io::Transfer start(DiskLoad::Kind kind, std::uint64_t turn, std::span<std::byte> memory,
-                     io::TransferCallback callback) {
-    const std::uint64_t half = std::max<std::uint64_t>(1, blocks_ / 2);
-    const bool mixed = kind == DiskLoad::Kind::Mixed;
-    const bool reads = mixed ? turn % 2 == 0 : kind == DiskLoad::Kind::Read;
-    const std::uint64_t block = !mixed ? turn % blocks_ : turn / 2 % half + (reads ? 0 : half);
-    const Bytes offset = block % blocks_ * block_;
-    return reads ? space_.read(extent_, offset, memory, std::move(callback))
-                 : space_.write(extent_, offset, memory, std::move(callback));
-  }
-
-  Budget budget_;
-  io::SwapSpace space_;
-  io::Extent extent_;
-  Bytes block_;
-  std::uint64_t blocks_;
-  std::size_t slots_;
-  AlignedBuffer memory_;
-  io::RegisteredBuffer registered_;
 };
 
 void require_room(const std::vector<std::filesystem::path>& directories, Bytes size) {
@@ -181,8 +83,8 @@ void run_bench(const Flags& flags) {
   const auto pages = flags.small_pages ? AlignedBuffer::Pages::Default : AlignedBuffer::Pages::Huge;
   std::vector<Contestant> contestants;
   const auto enter = [&](std::string name, io::EngineChoice with, bool checksums) {
-    contestants.push_back({std::move(name), std::make_unique<SwapLoad>(directories, size, load,
-                                                                       with, checksums, pages)});
+    const SwapLoad::Options options{size, load.block, load.depth, with, checksums, pages};
+    contestants.push_back({std::move(name), std::make_unique<SwapLoad>(directories, options)});
   };
   enter("checksums off", engine, false);
   enter("checksums on", engine, true);

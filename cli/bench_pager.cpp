@@ -20,6 +20,7 @@ struct PagerFlags {
   std::size_t pages = 5000;
   std::size_t steps = 8;
   std::string dir;
+  std::string states = "768MiB";
   std::string only;
   bool json = false;
 };
@@ -83,7 +84,7 @@ void run_pager(const PagerFlags& flags) {
     if (flags.dir.empty()) {
       report.note("States on disk: not measured, --dir names no directory for them.");
     } else {
-      bench_disk_step(report, flags.dir, flags.steps);
+      bench_disk_step(report, flags.dir, parse_bytes(flags.states), flags.steps);
     }
   }
   if (wanted("bookkeeping")) bench_bookkeeping(report, flags.pages);
@@ -106,6 +107,10 @@ void add_bench_pager(CLI::App& bench) {
       ->capture_default_str();
   command->add_option("--dir", flags->dir,
                       "Directory for states on disk (default: the hit rate's lie on the host)");
+  command
+      ->add_option("--states", flags->states,
+                   "Bytes of the disk part's states (twice that is needed on the disk)")
+      ->capture_default_str();
   command->add_option("--only", flags->only,
                       "One part: observer, prefetch, step, disk, bookkeeping or gather");
   command->add_flag("--json", flags->json, "One JSON object instead of a table");

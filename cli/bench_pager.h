@@ -6,6 +6,7 @@
 #include <filesystem>
 
 #include "bench_report.h"
+#include "pagoda/base/bytes.h"
 
 namespace pagoda::cli {
 
@@ -13,7 +14,7 @@ namespace pagoda::cli {
 /// operators that take a set time.
 void bench_paged_step(BenchReport& report, std::size_t steps);
 /// Steps of the same model with its optimizer state on disk, as fast as the disk lets them be.
-void bench_disk_step(BenchReport& report, const std::filesystem::path& directory,
+void bench_disk_step(BenchReport& report, const std::filesystem::path& directory, Bytes states,
                      std::size_t steps);
 /// What the engine needs for a page besides its contents.
 void bench_bookkeeping(BenchReport& report, std::size_t pages);

@@ -154,6 +154,19 @@ TEST_P(IoFaults, ADelayedCompletionIsWaitedFor) {
   EXPECT_EQ(plan_->injected(FaultKind::Delay), 2U);
 }
 
+TEST_P(IoFaults, APacedDiskIsNoQuickerThanItsPace) {
+  SwapSpace space(options(4_MiB), budget_);
+  const Extent extent = space.allocate(300'000);
+  const auto written = random_bytes(300'000, 3);
+  std::vector<std::byte> read(written.size());
+  plan_->set_pace(30e6);
+  const Nanos begin = now_ns();
+  space.write(extent, 0, written).wait();
+  space.read(extent, 0, read).wait();
+  EXPECT_GE(now_ns() - begin, 20'000'000) << "600 kB at 30 MB/s";
+  EXPECT_TRUE(read == written);
+}
+
 TEST_P(IoFaults, AnErrorNobodyWaitedForIsThrownByTheNextCall) {
   SwapSpace space(options(4_MiB), budget_);
   const Extent extent = space.allocate(8192);

@@ -56,5 +56,24 @@ TEST(FaultPlan, TheLotteryDependsOnTheSeedAndNotOnTheOrder) {
   EXPECT_LT(hits, 100);
 }
 
+TEST(FaultPlan, APaceLinesRequestsUpOneAfterTheOther) {
+  constexpr Nanos kEach = 4096;  // at a byte a nanosecond
+  FaultPlan plan;
+  plan.set_pace(1e9);
+  plan.add({.fault = {.kind = FaultKind::Error}, .begin = 4096, .end = 8192});
+  const Nanos before = now_ns();
+  const auto first = plan.decide(Target(Op::Read, 0, 4096));
+  const auto struck = plan.decide(Target(Op::Write, 4096, 4096));
+  const auto second = plan.decide(Target(Op::Write, 0, 2048));
+  ASSERT_TRUE(first && struck && second);
+  EXPECT_EQ(struck->kind, FaultKind::Error);
+  EXPECT_EQ(first->kind, FaultKind::Delay);
+  EXPECT_GE(first->until, before + kEach);
+  EXPECT_GE(second->until, first->until + kEach / 2) << "it has to wait for the first";
+  EXPECT_EQ(plan.injected(FaultKind::Delay), 0U);
+  plan.clear();
+  EXPECT_FALSE(plan.decide(Target(Op::Read, 0, 4096)));
+}
+
 }  // namespace
 }  // namespace pagoda::io

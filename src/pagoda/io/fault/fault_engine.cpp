@@ -116,7 +116,7 @@ class Struck final : public Request {
         if (op == Op::Read && result > 0) flip(original_.data);
         break;
       case FaultKind::Delay:
-        delayer_.complete_at(now_ns() + fault_.delay, original_, result);
+        delayer_.complete_at(std::max(now_ns() + fault_.delay, fault_.until), original_, result);
         return;
     }
     original_.complete(result);

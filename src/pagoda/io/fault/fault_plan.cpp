@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "pagoda/io/fault/fault_plan.h"
 
+#include <algorithm>
 #include <utility>
 
 namespace pagoda::io {
@@ -27,17 +28,26 @@ void FaultPlan::set_lottery(FaultLottery lottery) {
   met_.clear();
 }
 
+void FaultPlan::set_pace(double bytes_per_second) {
+  const std::lock_guard lock(mutex_);
+  pace_ = bytes_per_second;
+}
+
 void FaultPlan::clear() {
   const std::lock_guard lock(mutex_);
   rules_.clear();
   lottery_ = {};
+  pace_ = 0;
 }
 
 std::optional<Fault> FaultPlan::decide(const Request& request) {
   const std::lock_guard lock(mutex_);
   const std::optional<Fault> fault = strike(request, lock);
   if (fault) ++injected_[static_cast<std::size_t>(fault->kind)];
-  return fault;
+  if (fault || pace_ <= 0) return fault;
+  const auto service = static_cast<Nanos>(static_cast<double>(request.length) / pace_ * 1e9);
+  paced_until_ = std::max(paced_until_, now_ns()) + service;
+  return Fault{.kind = FaultKind::Delay, .until = paced_until_};
 }
 
 std::optional<Fault> FaultPlan::strike(const Request& request, const std::lock_guard<std::mutex>&) {

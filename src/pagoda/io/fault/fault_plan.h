@@ -27,7 +27,8 @@ inline constexpr std::size_t kFaultKinds = 4;
 struct Fault {
   FaultKind kind = FaultKind::Error;
   int error_number = 5;        ///< EIO; of Error
-  Nanos delay = 0;             ///< of Delay
+  Nanos delay = 0;             ///< of Delay: after it would have ended
+  Nanos until = 0;             ///< of Delay: not before this, by now_ns()
   std::uint64_t position = 0;  ///< of Short and FlipBit, taken modulo what is possible
 };
 
@@ -55,13 +56,17 @@ class FaultPlan {
  public:
   void add(const FaultRule& rule);
   void set_lottery(FaultLottery lottery);
-  /// No more faults.
+  /// Requests that nothing else strikes are those of a disk that serves one after the other, so
+  /// many bytes a second, and end no sooner: a disk that is as quick in an hour as now. 0: as they
+  /// are.
+  void set_pace(double bytes_per_second);
+  /// No more faults, and no pace.
   void clear();
 
   /// The fault for a request that is about to start; the first rule that strikes wins.
   std::optional<Fault> decide(const Request& request);
 
-  /// How many of a kind were dealt out.
+  /// How many of a kind were dealt out; the pace is none.
   std::uint64_t injected(FaultKind kind) const;
 
  private:
@@ -72,6 +77,8 @@ class FaultPlan {
   mutable std::mutex mutex_;
   std::vector<FaultRule> rules_;                       // guarded by mutex_; used up as they strike
   FaultLottery lottery_;                               // guarded by mutex_
+  double pace_ = 0;                                    // guarded by mutex_
+  Nanos paced_until_ = 0;                              // guarded by mutex_
   std::map<Place, std::uint64_t> met_;                 // guarded by mutex_
   std::array<std::uint64_t, kFaultKinds> injected_{};  // guarded by mutex_
 };
