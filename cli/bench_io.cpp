@@ -32,6 +32,7 @@ struct Flags {
   std::string engine = "auto";
   std::string only;
   bool small_pages = false;
+  bool alone = false;
   bool json = false;
 };
 
@@ -51,6 +52,20 @@ void require_room(const std::vector<std::filesystem::path>& directories, Bytes s
   }
 }
 
+/// fio, or our own loop where it is not to be had: `no_fio` says why.
+std::unique_ptr<DiskLimit> make_limit(const std::vector<std::filesystem::path>& directories,
+                                      Bytes size, std::string& no_fio) {
+  no_fio = "fio is not installed";
+  if (Fio::present()) {
+    try {
+      return std::make_unique<Fio>(directories, size);
+    } catch (const EngineError& error) {
+      no_fio = error.message();
+    }
+  }
+  return std::make_unique<RawDisk>(directories, size);
+}
+
 /// One way through the swap path that is measured beside the limit.
 struct Contestant {
   std::string name;
@@ -68,32 +83,27 @@ void run_bench(const Flags& flags) {
   const Bytes size = parse_bytes(flags.size) / unit * unit;
   PAGODA_REQUIRE_GE(size, 2 * unit, "--size is too small for this --block");
   const io::EngineChoice engine = io::parse_engine(flags.engine);
-  require_room(directories, 4 * size);
+  require_room(directories, (flags.alone ? 1 : 4) * size);
 
-  std::unique_ptr<DiskLimit> limit;
-  std::string no_fio = "fio is not installed";
-  if (Fio::present()) {
-    try {
-      limit = std::make_unique<Fio>(directories, size);
-    } catch (const EngineError& error) {
-      no_fio = error.message();
-    }
-  }
-  if (limit == nullptr) limit = std::make_unique<RawDisk>(directories, size);
+  std::string no_fio;
+  const std::unique_ptr<DiskLimit> limit =
+      flags.alone ? nullptr : make_limit(directories, size, no_fio);
   const auto pages = flags.small_pages ? AlignedBuffer::Pages::Default : AlignedBuffer::Pages::Huge;
   std::vector<Contestant> contestants;
   const auto enter = [&](std::string name, io::EngineChoice with, bool checksums) {
     const SwapLoad::Options options{size, load.block, load.depth, with, checksums, pages};
     contestants.push_back({std::move(name), std::make_unique<SwapLoad>(directories, options)});
   };
-  enter("checksums off", engine, false);
+  if (!flags.alone) enter("checksums off", engine, false);
   enter("checksums on", engine, true);
   const SwapLoad& first = *contestants.front().load;
-  if (first.engine_name() != "posix") {
+  if (!flags.alone && first.engine_name() != "posix") {
     enter("posix engine, checksums off", io::EngineChoice::Posix, false);
   }
 
-  BenchReport report("pagoda bench io: the swap path beside " + limit->name());
+  const std::string limit_name = limit != nullptr ? limit->name() : "";
+  BenchReport report("pagoda bench io: the swap path " +
+                     (limit != nullptr ? "beside " + limit_name : "alone"));
   for (const auto& [kind, name] : {std::pair(DiskLoad::Kind::Read, "read"),
                                    {DiskLoad::Kind::Write, "write"},
                                    {DiskLoad::Kind::Mixed, "mixed"}}) {
@@ -106,7 +116,7 @@ void run_bench(const Flags& flags) {
       for (std::size_t step = 0; step <= contestants.size(); ++step) {
         const std::size_t who = round % 2 == 0 ? step : contestants.size() - step;
         if (who == 0) {
-          limits.push_back(limit->run(load));
+          limits.push_back(limit != nullptr ? limit->run(load) : 0);
         } else {
           values[who - 1].push_back(contestants[who - 1].load->run(kind, load.seconds));
         }
@@ -114,20 +124,20 @@ void run_bench(const Flags& flags) {
     }
     for (std::size_t i = 0; i < contestants.size(); ++i) {
       report.add({fmt::format("{}, {}", name, contestants[i].name), median(values[i]) * 1e-9,
-                  "GB/s", median(limits) * 1e-9, limit->name()});
+                  "GB/s", median(limits) * 1e-9, limit_name});
     }
   }
   report.note(fmt::format(
-      "{} in {} director{}, blocks of {}, depth {}, {} rounds of {} s in turns, "
+      "{} in {} director{}, blocks of {}, depth {}, {} round{} of {} s in turns, "
       "medians; engine {}, "
       "{}, {} buffers on {}, checksums {}.",
       format_bytes(size), directories.size(), directories.size() == 1 ? "y" : "ies",
-      format_bytes(load.block), flags.depth, flags.rounds, flags.seconds, first.engine_name(),
-      first.direct() ? "O_DIRECT" : "through the page cache",
+      format_bytes(load.block), flags.depth, flags.rounds, flags.rounds == 1 ? "" : "s",
+      flags.seconds, first.engine_name(), first.direct() ? "O_DIRECT" : "through the page cache",
       first.registered() ? "registered" : "unregistered",
       flags.small_pages ? "small pages, as fio's" : "huge pages, as the engine's (fio: small)",
       io::checksum_target()));
-  if (dynamic_cast<Fio*>(limit.get()) == nullptr) {
+  if (limit != nullptr && dynamic_cast<Fio*>(limit.get()) == nullptr) {
     report.note(fmt::format("The limit is a plain loop of our own: {}.", no_fio));
   }
   std::puts(flags.json ? report.json().c_str() : report.table().c_str());
@@ -141,7 +151,9 @@ void add_bench_io(CLI::App& bench) {
       "io", "Read, write and mixed throughput of the swap path, beside fio in the same run");
   command->add_option("--dir", flags->directories,
                       "Where to put the files; several are striped (default: here)");
-  command->add_option("--size", flags->size, "Size of the files (four times that is needed)")
+  command
+      ->add_option("--size", flags->size,
+                   "Size of the files (four times that is needed, with --alone once)")
       ->capture_default_str();
   command->add_option("--block", flags->block, "Bytes a request")->capture_default_str();
   command->add_option("--depth", flags->depth, "Requests in flight a directory")
@@ -155,6 +167,8 @@ void add_bench_io(CLI::App& bench) {
       ->check(CLI::IsMember({"read", "write", "mixed"}));
   command->add_flag("--small-pages", flags->small_pages,
                     "Our buffers on 4 KiB pages, as fio's are, instead of huge ones");
+  command->add_flag("--alone", flags->alone,
+                    "Only our path with checksums, and no limit beside it");
   command->add_flag("--json", flags->json, "One JSON object instead of a table");
   command->callback([flags] { run_bench(*flags); });
 }

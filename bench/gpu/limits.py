@@ -57,10 +57,24 @@ def measure(program: str) -> dict[str, float]:
         out[key] = max(row["limit"] for name, row in adam.items()
                        if re.fullmatch(kernel + r", \d+ threads?", name)) * 1e9
     out["disk"] = _disk(program, "--size", "8GiB", "--rounds", "3", "--seconds", "2")
-    # For as long as a step with its states there, over nearly as much: some disks are quick for a
-    # while only.
-    out["disk_long"] = _disk(program, "--size", "12GiB", "--rounds", "1", "--seconds", "8")
     return out
+
+
+def lasting_disk(program: str, tiny: bool) -> float:
+    """What the disk gives for as long as a step with its states there, over nearly as much: some are
+    quick for a while only. Right after the row, for they drift."""
+    size, seconds = ("16MiB", "0.1") if tiny else ("12GiB", "10")
+    return _disk(program, "--alone", "--depth", "32", "--size", size, "--rounds", "1",
+                 "--seconds", seconds)
+
+
+def of_disk(name: str, row: dict[str, Any], machine: dict[str, float]) -> str:
+    """A step beside the disk's time for its bytes."""
+    moved = row["moved"]["nvme_to_host"] + row["moved"]["host_to_nvme"]
+    best, lasting = (row["seconds"] * rate / moved for rate in (machine["disk"], row["disk"]))
+    return (f"{name}: {moved / 1e9:.1f} GB to and from the disk; the step takes {best:.2f} of its "
+            f"time at the best rate of two seconds ({machine['disk'] / 1e9:.2f} GB/s), {lasting:.2f} "
+            f"at its rate for ten seconds right after ({row['disk'] / 1e9:.2f})")
 
 
 def of_row(row: dict[str, Any], resident: dict[str, Any] | None, machine: dict[str, float],

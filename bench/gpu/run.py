@@ -40,7 +40,7 @@ for _batch in (4, 16):
 ROWS["d-a4"] = ("resident", "1B", 4, {})
 ROWS["d-b4"] = ("fsdp", "1B", 4, {})
 _NVME = {**_HOST, "optimizer": "nvme", "disk": True, "host_budget": "8GiB", "nvme_budget": "32GiB",
-         "device_budget": "3GiB", "steps": 5}
+         "device_budget": "3GiB"}
 ROWS["d-nvme"] = ("pagoda", "1B", 4, _NVME)
 ROWS["d-nvme-bf16"] = ("pagoda", "1B", 4, {**_NVME, **_COMPACT})
 ROWS["d-auto"] = ("pagoda", "1B", 4, {"device_budget": "2GiB", "gradient_staging": "1GiB",
@@ -64,8 +64,7 @@ ROWS["8B-bf16"] = ("fine_tune", "8B", 4, {**_SMALL, **_COMPACT})
 # picture.py.
 TRACES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
     f"c{batch}-trace": ("traced", "3B", batch, _HOST) for batch in (4, 16)}
-TRACES["d-nvme-trace"] = ("traced", "1B", 4, {key: value for key, value in _NVME.items()
-                                              if key != "steps"})
+TRACES["d-nvme-trace"] = ("traced", "1B", 4, _NVME)
 ALL = {**ROWS, **TRACES}
 
 # The row with everything on the GPU that a shape and batch are compared with.
@@ -115,6 +114,10 @@ def child(name: str, path: Path, tiny: bool) -> None:
         if name in TRACES:
             settings = {**settings, "trace": path.with_suffix(".perfetto.json.gz")}
         out = getattr(ways, way)(shape, batch, **settings)
+        if settings.get("optimizer") == "nvme":
+            import limits
+
+            out["disk"] = limits.lasting_disk(str(BUILD / "bin" / "pagoda"), tiny)
     part = path.with_suffix(".part")  # a row that was cut off is not there
     part.write_text(json.dumps(out))
     part.rename(path)
@@ -213,7 +216,11 @@ def report(directory: Path) -> str:
         out.append(f"link {machine['to_device'] / 1e9:.1f} GB/s to the device, "
                    f"{machine['to_host'] / 1e9:.1f} to the host; updates at best "
                    f"{machine['update'] / 1e9:.2f} G parameters/s; disk {machine['disk'] / 1e9:.2f} "
-                   f"GB/s in two seconds, {machine['disk_long'] / 1e9:.2f} in eight")
+                   "GB/s")
+        import limits
+
+        out += [limits.of_disk(name, read[name], machine) for name in ROWS
+                if "disk" in read.get(name, {})]
     out += parity(read)
     out += [fine_tuned(name, read[name]) for name, (way, *_) in ROWS.items()
             if way == "fine_tune" and name in read]
