@@ -89,6 +89,7 @@ void send_unnoticed(int victim) {
   }
   std::optional<std::string> pid;
   while (!(pid = world->get("pid of the victim"))) ::usleep(1000);
+  ::usleep(50'000);  // they are done with the barrier, and hold no lock of others
   auto held = std::make_optional<HeldThreads>(before);
   say("ready");
   while (::kill(std::stoi(*pid), 0) == 0) ::usleep(1000);
