@@ -27,7 +27,7 @@ def skip_reason(output: str) -> str:
 def endings(log: Path) -> dict[str, str]:
     """How each failed test ended: a signal, a timeout, or just "Failed"."""
     text = log.read_text(errors="replace") if log.exists() else ""
-    return dict(re.findall(r"^\s+\d+ - (\S+) \((.*?)\)", text, re.M))
+    return dict(re.findall(r"^\s+\d+ - (.+) \(([^()]+)\)", text, re.M))
 
 
 def main() -> int:

@@ -74,11 +74,12 @@ def test_a_missing_licence_line_is_found(tmp_path: Path) -> None:
     assert "SPDX" in output
 
 
-def test_the_summary_says_how_a_test_died(tmp_path: Path) -> None:
-    case = '<testcase name="unit_io" time="1.25" status="fail"><system-out>x</system-out></testcase>'
+@pytest.mark.parametrize("name", ["unit_io", "unit_io/Kinds/Io.Reads/uring  # GetParam() = uring"])
+def test_the_summary_says_how_a_test_died(tmp_path: Path, name: str) -> None:
+    case = f'<testcase name="{name}" time="1.25" status="fail"><system-out>x</system-out></testcase>'
     (tmp_path / "release.xml").write_text(f"<testsuite>{case}</testsuite>")
-    (tmp_path / "release.log").write_text("Tests FAILED:\n\t  7 - unit_io (SIGPIPE)  unit\n")
+    (tmp_path / "release.log").write_text(f"Tests FAILED:\n\t  7 - {name} (SIGPIPE)  unit\n")
     code, output = run("../../scripts/test_summary.py", tmp_path)
     assert code == 1
-    assert "FAILED release: unit_io (SIGPIPE after 1.2 s)" in output
+    assert f"FAILED release: {name} (SIGPIPE after 1.2 s)" in output
     assert "0 passed, 1 failed" in output
