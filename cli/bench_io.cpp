@@ -52,11 +52,12 @@ void require_room(const std::vector<std::filesystem::path>& directories, Bytes s
   }
 }
 
-/// fio, or our own loop where it is not to be had: `no_fio` says why.
+/// fio, or our own loop where it is not to be had: then `no_fio` says why.
 std::unique_ptr<DiskLimit> make_limit(const std::vector<std::filesystem::path>& directories,
                                       Bytes size, std::string& no_fio) {
-  no_fio = "fio is not installed";
-  if (Fio::present()) {
+  if (!Fio::present()) {
+    no_fio = "fio is not installed";
+  } else {
     try {
       return std::make_unique<Fio>(directories, size);
     } catch (const EngineError& error) {
@@ -137,7 +138,7 @@ void run_bench(const Flags& flags) {
       first.registered() ? "registered" : "unregistered",
       flags.small_pages ? "small pages, as fio's" : "huge pages, as the engine's (fio: small)",
       io::checksum_target()));
-  if (limit != nullptr && dynamic_cast<Fio*>(limit.get()) == nullptr) {
+  if (!no_fio.empty()) {
     report.note(fmt::format("The limit is a plain loop of our own: {}.", no_fio));
   }
   std::puts(flags.json ? report.json().c_str() : report.table().c_str());

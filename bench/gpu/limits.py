@@ -68,13 +68,9 @@ def lasting_disk(program: str, tiny: bool) -> float:
                  "--seconds", seconds)
 
 
-def of_disk(name: str, row: dict[str, Any], machine: dict[str, float]) -> str:
-    """A step beside the disk's time for its bytes."""
-    moved = row["moved"]["nvme_to_host"] + row["moved"]["host_to_nvme"]
-    best, lasting = (row["seconds"] * rate / moved for rate in (machine["disk"], row["disk"]))
-    return (f"{name}: {moved / 1e9:.1f} GB to and from the disk; the step takes {best:.2f} of its "
-            f"time at the best rate of two seconds ({machine['disk'] / 1e9:.2f} GB/s), {lasting:.2f} "
-            f"at its rate for ten seconds right after ({row['disk'] / 1e9:.2f})")
+def _disk_bytes(row: dict[str, Any]) -> float:
+    moved = row["moved"]
+    return float(moved["nvme_to_host"] + moved["host_to_nvme"])
 
 
 def of_row(row: dict[str, Any], resident: dict[str, Any] | None, machine: dict[str, float],
@@ -88,7 +84,16 @@ def of_row(row: dict[str, Any], resident: dict[str, Any] | None, machine: dict[s
         "link to device": moved["host_to_device"] / machine["to_device"],
         "link to host": moved["device_to_host"] / machine["to_host"],
         "update": row["parameters"] / machine["update_bf16" if short_moments else "update"],
-        "disk": (moved["nvme_to_host"] + moved["host_to_nvme"]) / machine["disk"],
+        "disk": _disk_bytes(row) / machine["disk"],
     }
     name = max(needs, key=lambda key: needs[key])
     return needs[name], name
+
+
+def of_disk(name: str, row: dict[str, Any], machine: dict[str, float]) -> str:
+    """A step beside the disk's time for its bytes."""
+    moved = _disk_bytes(row)
+    best, lasting = (row["seconds"] * rate / moved for rate in (machine["disk"], row["disk"]))
+    return (f"{name}: {moved / 1e9:.1f} GB to and from the disk; the step takes {best:.2f} of its "
+            f"time at the best rate of two seconds ({machine['disk'] / 1e9:.2f} GB/s), {lasting:.2f} "
+            f"at its rate for ten seconds right after ({row['disk'] / 1e9:.2f})")

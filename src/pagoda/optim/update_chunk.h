@@ -63,7 +63,6 @@ class UpdateChunk {
   /// Starts to write what was updated. Returns the bytes to disk.
   Bytes write();
 
-  const TrainedPage& page() const noexcept { return *page_; }
   pager::Range elements() const noexcept { return elements_; }
 
  private:

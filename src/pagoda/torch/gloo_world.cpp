@@ -128,11 +128,14 @@ class GlooGroup final : public comm::Group {
     std::vector<Posted> posted;
     posted.reserve(transfers.size());
     std::optional<comm::PeerLost> lost;
-    for (const Transfer& transfer : transfers) {
-      try {
-        posted.emplace_back(pending_, post(transfer), transfer.peer);
-      } catch (const std::exception& error) {
-        if (!lost.has_value()) lost = loss(transfer.peer, error);  // the others get their part
+    {
+      const comm::NoSigpipe while_posting;
+      for (const Transfer& transfer : transfers) {
+        try {
+          posted.emplace_back(pending_, post(transfer), transfer.peer);
+        } catch (const std::exception& error) {
+          if (!lost.has_value()) lost = loss(transfer.peer, error);  // the others get their part
+        }
       }
     }
     const Nanos begin = now_ns();
@@ -172,7 +175,6 @@ class GlooGroup final : public comm::Group {
     const auto tag = static_cast<int>(transfer.tag);
     const std::byte* data = transfer.sends() ? transfer.out.data() : transfer.in.data();
     std::vector<at::Tensor> tensors{tensor_over(data, transfer.bytes())};
-    const comm::NoSigpipe scope;
     const std::lock_guard lock(post_mutex_);
     return transfer.sends() ? process_group_->send(tensors, transfer.peer, tag)
                             : process_group_->recv(tensors, transfer.peer, tag);
@@ -180,7 +182,7 @@ class GlooGroup final : public comm::Group {
 
   WorkPtr post_any(Tag tag, std::span<std::byte> data) {
     std::vector<at::Tensor> tensors{tensor_over(data.data(), data.size())};
-    const comm::NoSigpipe scope;
+    const comm::NoSigpipe while_posting;
     const std::lock_guard lock(post_mutex_);
     return process_group_->recvAnysource(tensors, static_cast<int>(tag));
   }

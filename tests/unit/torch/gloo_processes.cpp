@@ -50,7 +50,7 @@ class GlooProcesses : public ::testing::TestWithParam<Loss> {
   }
 
   /// What the survivor says each of its calls ended with.
-  std::map<std::string, std::string> ends() {
+  std::map<std::string, std::string> read_ends() {
     std::map<std::string, std::string> ends;
     for (std::string line = survivor_->line(); line != "end"; line = survivor_->line()) {
       if (line.empty()) {
@@ -73,7 +73,7 @@ TEST_P(GlooProcesses, TheSurvivorEndsWithAnErrorThatNamesTheLostRank) {
   ASSERT_NO_FATAL_FAILURE(start());
   ::usleep(50'000);  // most likely it is blocked by now; it must end as well if it is not
   victim_->signal(loss.signal);
-  std::map<std::string, std::string> ends = this->ends();
+  std::map<std::string, std::string> ends = read_ends();
   const std::string name = "rank " + std::to_string(loss.victim);
   EXPECT_THAT(ends["barrier"], HasSubstr(name));
   EXPECT_THAT(ends["pull"], HasSubstr(name));
@@ -87,7 +87,7 @@ TEST_P(GlooProcesses, AWriteToARankThatIsGoneDoesNotEndTheProcess) {
   ASSERT_NO_FATAL_FAILURE(start({{"UNNOTICED", "1"}}));
   victim_->signal(SIGKILL);
   victim_->wait();
-  const std::map<std::string, std::string> ends = this->ends();
+  const std::map<std::string, std::string> ends = read_ends();
   EXPECT_EQ(ends.size(), 4u);
   for (const auto& [call, end] : ends) {
     EXPECT_THAT(end, HasSubstr("rank " + std::to_string(GetParam().victim))) << call;
