@@ -21,16 +21,18 @@
 namespace pagoda::cli {
 namespace {
 
-/// A model of equal pages, all of them trained: forward through them, backward, step.
+/// Pages of so many elements, all of them trained: forward through them, backward, step.
 class MadeUpModel {
  public:
-  MadeUpModel(const Config& config, std::size_t pages, std::uint64_t elements)
+  MadeUpModel(const Config& config, const std::vector<std::uint64_t>& sizes)
       : runtime_(config, comm::make_solo_world()) {
-    const std::vector<float> values(elements, 0.5F);
-    gradient_ = runtime_.device().allocate(device::MemoryKind::Device, elements * sizeof(float));
+    const std::vector<float> values(std::ranges::max(sizes), 0.5F);
+    gradient_ =
+        runtime_.device().allocate(device::MemoryKind::Device, values.size() * sizeof(float));
     std::vector<pager::Page*> all;
     std::vector<engine::TrainedSpec> specs;
-    for (std::size_t i = 0; i < pages; ++i) {
+    for (std::size_t i = 0; i < sizes.size(); ++i) {
+      const std::uint64_t elements = sizes[i];
       pager::Page& page = runtime_.pager().adopt(
           fmt::format("w{}", i), elements, sizeof(float), pager::Placement::Host,
           reinterpret_cast<const std::byte*>(values.data()), device::Direction::HostToHost);
@@ -81,6 +83,18 @@ class MadeUpModel {
   std::vector<optim::TrainedPage*> trained_;
 };
 
+std::vector<std::uint64_t> equal(std::size_t pages, std::uint64_t elements) {
+  return std::vector<std::uint64_t>(pages, elements);
+}
+
+/// Weights and, after each, a norm, as layers have them: their states lie on disk as a model's do.
+std::vector<std::uint64_t> with_norms(std::size_t weights, std::uint64_t elements) {
+  constexpr std::uint64_t kNorm = 1536;
+  std::vector<std::uint64_t> out;
+  for (std::size_t i = 0; i < weights; ++i) out.insert(out.end(), {elements, kNorm});
+  return out;
+}
+
 constexpr std::size_t kPages = 24;
 constexpr Bytes kPageBytes = 2_MiB;
 constexpr double kLink = 1e9;  // bytes a second, each way
@@ -106,7 +120,7 @@ Config step_config(bool paged) {
 }
 
 double measured_step(bool paged, Nanos forward, Nanos backward, std::size_t steps) {
-  MadeUpModel model(step_config(paged), kPages, kPageBytes / sizeof(float));
+  MadeUpModel model(step_config(paged), equal(kPages, kPageBytes / sizeof(float)));
   for (std::size_t i = 0; i < kWarmSteps; ++i) model.step(forward, backward);
   std::vector<double> seconds;
   for (std::size_t i = 0; i < steps; ++i) {
@@ -164,19 +178,56 @@ void add_step_rows(BenchReport& report, const std::string& name, Nanos forward, 
 }
 
 /// AdamW's moments: the fp32 parameter is its own master.
-constexpr Bytes state_bytes(std::uint64_t elements) {
-  return elements * 2 * sizeof(float);
+Bytes state_bytes(MomentType moments, std::uint64_t elements) {
+  return elements * 2 * (moments == MomentType::Fp32 ? sizeof(float) : sizeof(std::uint16_t));
 }
 
-Config disk_config(const std::filesystem::path& directory, Bytes states) {
+Config disk_config(const std::filesystem::path& directory, MomentType moments, Bytes states) {
   Config config;
   config.device = "cpu";
   config.device_budget = 512_MiB;
   config.parameters = config.gradients = Placement::Host;
   config.optimizer = Placement::Nvme;
+  config.moments = moments;
   config.nvme = {directory};
   config.nvme_budget = states + 64_MiB;
   return config;
+}
+
+/// Steps whose operators take no time, and in turns with them, for as long, the disk's own best:
+/// disks drift, and some are quick for a while only. Returns bytes a second.
+double add_disk_row(BenchReport& report, const std::filesystem::path& directory, Bytes states,
+                    MomentType moments, std::size_t steps) {
+  constexpr std::uint64_t kElements = 16U << 20U;  // of a weight
+  const Bytes weight = state_bytes(moments, kElements);
+  const std::size_t weights = std::max<std::size_t>(2, states / weight);
+  states = weights * weight;
+  std::vector<double> rates;
+  std::vector<double> limits;
+  SwapLoad disk({directory}, {.size = states, .depth = 32, .checksums = false});
+  MadeUpModel model(disk_config(directory, moments, states), with_norms(weights, kElements));
+  for (std::size_t i = 0; i < kWarmSteps; ++i) model.step(0, 0);
+  model.finish();
+  for (std::size_t i = 0; i < steps; ++i) {
+    const Stopwatch watch;
+    model.step(0, 0);
+    model.finish();
+    const double seconds = watch.seconds();
+    rates.push_back(2.0 * static_cast<double>(states) / seconds);
+    limits.push_back(disk.run(DiskLoad::Kind::Mixed, seconds));
+  }
+  const std::string_view kind = moments == MomentType::Fp32 ? "fp32" : "bf16";
+  report.add({fmt::format("states on disk, {} moments", kind), 1e-9 * median(rates), "GB/s",
+              1e-9 * median(limits),
+              "the swap path's mixed load without checksums, in turns (higher is better)"});
+  report.note(fmt::format(
+      "States on disk: {} of AdamW's {} moments, each read, used and written once a step; "
+      "operators "
+      "take no time. In turns, each as long: {:.2f} to {:.2f} GB/s of ours, {:.2f} to {:.2f} of "
+      "the disk's.",
+      format_bytes(states), kind, 1e-9 * std::ranges::min(rates), 1e-9 * std::ranges::max(rates),
+      1e-9 * std::ranges::min(limits), 1e-9 * std::ranges::max(limits)));
+  return median(rates);
 }
 
 /// A step on a disk whose rate never changes, with operators that take a tenth of its time, one
@@ -185,13 +236,13 @@ void add_even_disk_row(BenchReport& report, const std::filesystem::path& directo
                        std::size_t steps) {
   constexpr std::size_t kCount = 32;
   constexpr std::uint64_t kElements = 2U << 20U;
-  constexpr Bytes kStates = kCount * state_bytes(kElements);
-  Config config = disk_config(directory, kStates);
+  const Bytes states = kCount * state_bytes(MomentType::Fp32, kElements);
+  Config config = disk_config(directory, MomentType::Fp32, states);
   config.faults = std::make_shared<io::FaultPlan>();
   config.faults->set_pace(pace);
-  const double disk = 2.0 * static_cast<double>(kStates) / pace;
+  const double disk = 2.0 * static_cast<double>(states) / pace;
   const auto forward = static_cast<Nanos>(disk / 30 / kCount * 1e9);
-  MadeUpModel model(config, kCount, kElements);
+  MadeUpModel model(config, equal(kCount, kElements));
   for (std::size_t i = 0; i < kWarmSteps; ++i) model.step(forward, 2 * forward);
   const Stopwatch watch;
   for (std::size_t i = 0; i < steps; ++i) model.step(forward, 2 * forward);
@@ -222,38 +273,10 @@ void bench_paged_step(BenchReport& report, std::size_t steps) {
 
 void bench_disk_step(BenchReport& report, const std::filesystem::path& directory, Bytes states,
                      std::size_t steps) {
-  constexpr std::uint64_t kElements = 16U << 20U;  // of a page
-  const std::size_t pages = std::max<std::size_t>(2, states / state_bytes(kElements));
-  states = pages * state_bytes(kElements);
-  const double moved = 2.0 * static_cast<double>(states);
-  std::vector<double> rates;
-  std::vector<double> limits;
-  {
-    SwapLoad disk({directory}, {.size = states, .depth = 32, .checksums = false});
-    MadeUpModel model(disk_config(directory, states), pages, kElements);
-    for (std::size_t i = 0; i < kWarmSteps; ++i) model.step(0, 0);
-    model.finish();
-    // In turns and for as long: disks drift, and some are quick for a while only.
-    for (std::size_t i = 0; i < steps; ++i) {
-      const Stopwatch watch;
-      model.step(0, 0);
-      model.finish();
-      const double seconds = watch.seconds();
-      rates.push_back(moved / seconds);
-      limits.push_back(disk.run(DiskLoad::Kind::Mixed, seconds));
-    }
-    report.add({"states on disk, read and written", 1e-9 * median(rates), "GB/s",
-                1e-9 * median(limits),
-                "the swap path's mixed load without checksums, in turns (higher is better)"});
-  }
-  report.note(fmt::format(
-      "States on disk: {} of AdamW's moments, each read, used and written once a step; operators "
-      "take no time. In turns, each as long: {:.2f} to {:.2f} GB/s of ours, {:.2f} to {:.2f} of "
-      "the disk's.",
-      format_bytes(states), 1e-9 * std::ranges::min(rates), 1e-9 * std::ranges::max(rates),
-      1e-9 * std::ranges::min(limits), 1e-9 * std::ranges::max(limits)));
+  const double rate = add_disk_row(report, directory, states, MomentType::Fp32, steps);
+  add_disk_row(report, directory, states, MomentType::Bf16, steps);
   // At a fraction of what the disk below can do: what is missing then is ours.
-  add_even_disk_row(report, directory, std::min(0.25 * median(rates), 1e9), steps);
+  add_even_disk_row(report, directory, std::min(0.25 * rate, 1e9), steps);
 }
 
 void bench_bookkeeping(BenchReport& report, std::size_t pages) {
@@ -267,7 +290,7 @@ void bench_bookkeeping(BenchReport& report, std::size_t pages) {
   config.update_chunk = 1_MiB;
   const auto bytes_for = [&](std::size_t count) {
     const Bytes before = allocated();
-    MadeUpModel model(config, count, kElements);
+    MadeUpModel model(config, equal(count, kElements));
     for (int i = 0; i < 2; ++i) model.step(0, 0);
     model.finish();
     return static_cast<double>(allocated() - before);
@@ -279,7 +302,7 @@ void bench_bookkeeping(BenchReport& report, std::size_t pages) {
   report.add({"bookkeeping per page", bytes, "bytes", sizeof(pager::Page),
               "the record of a page itself, sizeof(Page)"});
 
-  MadeUpModel model(config, pages, kElements);
+  MadeUpModel model(config, equal(pages, kElements));
   for (int i = 0; i < 3; ++i) model.step(0, 0);
   std::vector<double> seconds;
   for (int i = 0; i < 5; ++i) {
