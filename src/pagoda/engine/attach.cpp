@@ -28,7 +28,7 @@ struct Need {
 
   void add(Bytes page) {
     bytes += page;
-    blocks += align_up(page, pager::Tiers::kNvmeBlock);
+    blocks += pager::Tiers::nvme_bytes(page);
   }
 };
 
@@ -180,8 +180,9 @@ void Runtime::check_fit(const std::vector<Page*>& pages) {
     const Range range = config_.zero == 3 ? pager_->slice_of(*page) : Range{0, page->elements};
     parameters.add(range.size() * page->element_size);
     if (page->home.tier() == Tier::Host) held += page->home.size();
-    if (page->home.tier() == Tier::Nvme)
-      held_nvme += align_up(page->home.size(), pager::Tiers::kNvmeBlock);
+    if (page->home.tier() == Tier::Nvme) {
+      held_nvme += pager::Tiers::nvme_bytes(page->home.size());
+    }
     if (largest == nullptr || page->bytes() > largest->bytes()) largest = page;
   }
   for (const auto& page : trained_) {

@@ -13,21 +13,36 @@ ExtentAllocator::ExtentAllocator(Bytes capacity) : capacity_(align_down(capacity
 std::optional<Bytes> ExtentAllocator::allocate(Bytes length) {
   const Lock lock(mutex_);
   if (length > capacity_) return std::nullopt;
-  const Bytes size = align_up(length, kAlignment);
+  const Bytes size = rounded(length);
   if (size == 0) return 0;
-  const auto fit = by_size_.lower_bound({size, 0});
-  if (fit == by_size_.end()) return std::nullopt;
-  const auto [hole_length, offset] = *fit;
-  remove_hole(holes_.find(offset), lock);
-  if (hole_length > size) add_hole(offset + size, hole_length - size, lock);
+  const std::optional<Bytes> offset = find(size, lock);
+  if (!offset) return std::nullopt;
+  const auto hole = std::prev(holes_.upper_bound(*offset));
+  const auto [begin, hole_length] = *hole;
+  remove_hole(hole, lock);
+  if (*offset > begin) add_hole(begin, *offset - begin, lock);
+  const Bytes rest = begin + hole_length - (*offset + size);
+  if (rest > 0) add_hole(*offset + size, rest, lock);
   used_ += size;
   ++extents_;
   return offset;
 }
 
+/// Where `size` bytes shall lie, in which hole.
+std::optional<Bytes> ExtentAllocator::find(Bytes size, const Lock&) const {
+  const auto fit = by_size_.lower_bound({size, 0});
+  if (fit == by_size_.end()) return std::nullopt;
+  if (size < kLarge) return fit->second + fit->first - size;
+  for (auto hole = fit; hole != by_size_.end(); ++hole) {
+    const Bytes aligned = align_up(hole->second, kLargeAlignment);
+    if (aligned + size <= hole->second + hole->first) return aligned;
+  }
+  return fit->second;
+}
+
 void ExtentAllocator::free(Bytes offset, Bytes length) {
   const Lock lock(mutex_);
-  const Bytes size = align_up(length, kAlignment);
+  const Bytes size = rounded(length);
   if (size == 0) return;
   PAGODA_CHECK_LE(size, used_, "extent returned twice");
   used_ -= size;

@@ -14,10 +14,22 @@ namespace pagoda::io {
 
 /// Hands out ranges of a fixed space: the smallest hole that fits, holes merged as ranges return.
 ///
-/// Offsets and sizes are multiples of kAlignment. All members may be called from any thread.
+/// Offsets and sizes are multiples of kAlignment. Large ranges are moved in parts, and a part whose
+/// ends lie inside checksum blocks is read before it is written: they take whole ones of
+/// kLargeAlignment, from the front of a hole, and small ranges go to its back, so that until a
+/// range returns large ones are aligned and nothing lies between two of a kind. When no hole has
+/// room for an aligned one, an unaligned one is better than none. All members may be called from
+/// any thread.
 class ExtentAllocator {
  public:
-  static constexpr Bytes kAlignment = 4096;
+  static constexpr Bytes kAlignment = 4_KiB;
+  static constexpr Bytes kLarge = 4_MiB;
+  static constexpr Bytes kLargeAlignment = 64_KiB;
+
+  /// What a range of `length` bytes takes: a large one less than 2 % more.
+  static constexpr Bytes rounded(Bytes length) noexcept {
+    return align_up(length, length < kLarge ? kAlignment : kLargeAlignment);
+  }
 
   struct Stats {
     Bytes capacity = 0;
@@ -29,7 +41,7 @@ class ExtentAllocator {
 
   explicit ExtentAllocator(Bytes capacity);
 
-  /// The offset of `length` bytes, rounded up to kAlignment; nothing when no hole is large enough.
+  /// The offset of rounded(length) bytes; nothing when no hole is large enough.
   std::optional<Bytes> allocate(Bytes length);
   /// Returns what allocate(length) gave.
   void free(Bytes offset, Bytes length);
@@ -38,6 +50,7 @@ class ExtentAllocator {
 
  private:
   using Lock = std::lock_guard<std::mutex>;
+  std::optional<Bytes> find(Bytes size, const Lock&) const;
   void add_hole(Bytes offset, Bytes length, const Lock&);
   void remove_hole(std::map<Bytes, Bytes>::iterator hole, const Lock&);
 

@@ -77,7 +77,7 @@ std::optional<Home> Tiers::on_host(Bytes bytes, std::string_view tag, std::strin
 Home Tiers::on_nvme(Bytes bytes, std::string_view tag) {
   PAGODA_REQUIRE(swap_ != nullptr, "'nvme' needs a directory to swap in: set nvme (state {})", tag);
   Home home;
-  home.space_ = nvme_budget_.reserve(align_up(bytes, Tiers::kNvmeBlock), tag);
+  home.space_ = nvme_budget_.reserve(nvme_bytes(bytes), tag);
   if (bytes > 0) {
     home.sums_ = host_budget_.reserve(swap_->sum_bytes(bytes), tag::kChecksums);
     home.extent_ = swap_->allocate(bytes);

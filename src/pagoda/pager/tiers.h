@@ -43,8 +43,12 @@ class Tiers {
     io::SwapOptions swap;
   };
 
-  /// What lies on NVMe takes whole blocks.
-  static constexpr Bytes kNvmeBlock = 4_KiB;
+  /// NVMe budgets are multiples of this.
+  static constexpr Bytes kNvmeBlock = io::ExtentAllocator::kAlignment;
+  /// What so many bytes take there.
+  static constexpr Bytes nvme_bytes(Bytes bytes) noexcept {
+    return io::ExtentAllocator::rounded(bytes);
+  }
 
   explicit Tiers(Options options);
   Tiers(const Tiers&) = delete;

@@ -3,6 +3,7 @@
 
 #include <map>
 #include <random>
+#include <vector>
 
 #include <gtest/gtest.h>
 
@@ -52,17 +53,40 @@ TEST(ExtentAllocator, ReturningTwiceIsFound) {
   EXPECT_THROW(space.free(*a, 4_KiB), EngineError);
 }
 
+TEST(ExtentAllocator, LargeRangesLieOnWholeBlocksAndNothingIsLostForIt) {
+  const std::vector<Bytes> lengths = {5_MiB, 24_KiB, 6_MiB + 1, 4_KiB, 4_MiB, 60_KiB, 9_MiB};
+  Bytes all = 0;
+  for (const Bytes length : lengths) all += ExtentAllocator::rounded(length);
+  EXPECT_EQ(all, 24_MiB + 64_KiB + 88_KiB);
+  ExtentAllocator space(all);
+  for (const Bytes length : lengths) {
+    const auto offset = space.allocate(length);
+    ASSERT_TRUE(offset) << length;
+    if (length >= ExtentAllocator::kLarge) {
+      EXPECT_EQ(*offset % ExtentAllocator::kLargeAlignment, 0U);
+    }
+  }
+  EXPECT_EQ(space.stats().used, all);
+}
+
+TEST(ExtentAllocator, ALargeRangeLiesUnalignedBeforeItLiesNowhere) {
+  ExtentAllocator space(5_MiB);
+  for (Bytes taken = 0; taken < 5_MiB; taken += 4_KiB) ASSERT_TRUE(space.allocate(4_KiB));
+  for (Bytes at = 4_KiB; at < 4_KiB + 4_MiB; at += 4_KiB) space.free(at, 4_KiB);
+  EXPECT_EQ(space.allocate(4_MiB), 4_KiB);
+}
+
 TEST(ExtentAllocator, AtRandomNothingOverlaps) {
-  ExtentAllocator space(4_MiB);
+  ExtentAllocator space(64_MiB);
   std::map<Bytes, Bytes> held;
   std::mt19937_64 random(3);
   Bytes used = 0;
   for (int i = 0; i < 20'000; ++i) {
     if (held.empty() || random() % 2 == 0) {
-      const Bytes length = 1 + random() % 100'000;
+      const Bytes length = 1 + random() % (random() % 8 == 0 ? 6_MiB : 100'000);
       const auto offset = space.allocate(length);
       if (!offset) {
-        ASSERT_LT(space.stats().largest_hole, align_up(length, 4096));
+        ASSERT_LT(space.stats().largest_hole, ExtentAllocator::rounded(length));
         continue;
       }
       const auto after = held.lower_bound(*offset);
@@ -72,17 +96,17 @@ TEST(ExtentAllocator, AtRandomNothingOverlaps) {
         ASSERT_LE(before->first + before->second, *offset);
       }
       held.emplace(*offset, length);
-      used += align_up(length, 4096);
+      used += ExtentAllocator::rounded(length);
     } else {
       auto victim = std::next(held.begin(), static_cast<std::ptrdiff_t>(random() % held.size()));
       space.free(victim->first, victim->second);
-      used -= align_up(victim->second, 4096);
+      used -= ExtentAllocator::rounded(victim->second);
       held.erase(victim);
     }
     ASSERT_EQ(space.stats().used, used);
   }
   for (const auto& [offset, length] : held) space.free(offset, length);
-  EXPECT_EQ(space.stats().largest_hole, 4_MiB);
+  EXPECT_EQ(space.stats().largest_hole, 64_MiB);
 }
 
 }  // namespace
