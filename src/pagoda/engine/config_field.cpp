@@ -262,7 +262,9 @@ std::vector<ConfigField> make_fields() {
       whole(PAGODA_FIELD(update_threads), 0U, kThreads,
             "Threads that run the optimizer; 0: what the machine has left"),
       bytes(PAGODA_FIELD(update_chunk),
-            "fp32 masters read, updated and written at a time, with all that belongs to them"),
+            "Optimizer state on its way to and from files: fp32 masters of one buffer, which has "
+            "room "
+            "for all that belongs to them"),
       whole(PAGODA_FIELD(update_buffers), 2U, kThreads,
             "Chunks of optimizer state in memory at a time; fewer, but four, where they were more "
             "than an eighth of host_budget"),

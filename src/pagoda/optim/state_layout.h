@@ -47,6 +47,9 @@ struct StateLayout {
     return out;
   }
 
+  /// Bytes of state that an element has.
+  constexpr Bytes element_bytes() const noexcept { return offsets(kAlignment).end / kAlignment; }
+
   constexpr std::uint64_t chunks(std::uint64_t elements) const noexcept {
     return (elements + chunk - 1) / chunk;
   }

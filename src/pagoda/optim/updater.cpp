@@ -14,6 +14,9 @@ namespace {
 using kernels::Dtype;
 using pager::Tier;
 
+/// Elements whose state is whole blocks of a disk, however few bytes each has.
+constexpr std::uint64_t kWholeBlocks = io::ExtentAllocator::kLargeAlignment;
+
 /// Runs `fn`; its error says which page it was about.
 template <class Fn>
 void naming_page(const TrainedPage& page, Fn&& fn) {
@@ -121,19 +124,31 @@ StateLayout Updater::layout(const TrainedPage& page, const Optimizer& optimizer)
   return out;
 }
 
+/// Bytes of an element that pass through buffers.
+Bytes Updater::buffered_bytes(const TrainedPage& page, const StateLayout& layout) const {
+  const pager::Tiers& tiers = pager_.tiers();
+  Bytes out = 0;
+  if (!tiers.in_place(page.state)) out += layout.element_bytes();
+  if (!tiers.in_place(page.gradient)) out += kernels::element_size(page.gradient_dtype);
+  if (!tiers.in_place(page.page->home)) out += page.page->element_size;
+  return out;
+}
+
 void Updater::add(TrainedPage& page, const Optimizer& optimizer) {
   auto record = std::make_unique<Record>();
   record->page = &page;
   record->layout = layout(page, optimizer);
-  // Where nothing passes through buffers their size need not count. (Larger chunks have less
-  // padding: the state's home is large enough.)
-  const pager::Tiers& tiers = pager_.tiers();
-  if (tiers.in_place(page.state) && tiers.in_place(page.gradient) &&
-      tiers.in_place(page.page->home)) {
-    record->in_place = true;
-    record->layout.chunk = std::max(record->layout.chunk, options_.chunk_in_memory);
-    PAGODA_CHECK_LE(record->layout.bytes(page.updated.size()), page.state.size());
-  }
+  // Where nothing passes through buffers their size need not count; where little of an element
+  // does, a buffer holds more of them. (Larger chunks have less padding: the state's home is large
+  // enough.)
+  const Bytes buffered = buffered_bytes(page, record->layout);
+  record->in_place = buffered == 0;
+  const std::uint64_t more =
+      record->in_place
+          ? options_.chunk_in_memory
+          : align_down(UpdateChunk::buffer_bytes(options_.chunk) / buffered, kWholeBlocks);
+  record->layout.chunk = std::max(record->layout.chunk, more);
+  PAGODA_CHECK_LE(record->layout.bytes(page.updated.size()), page.state.size());
   const std::lock_guard lock(mutex_);
   record->done = record->target = page.page->version;
   records_[page.page] = std::move(record);

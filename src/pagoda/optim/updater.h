@@ -107,6 +107,7 @@ class Updater final : public pager::Debts {
   struct Record;
   struct Slot;
 
+  Bytes buffered_bytes(const TrainedPage& page, const StateLayout& layout) const;
   static bool sooner(const Record* a, const Record* b) noexcept;
   void bring_forward(Record& record);
   void run();

@@ -11,6 +11,7 @@
 #include <gtest/gtest.h>
 
 #include "pagoda/device/host/host_device.h"
+#include "unit/io/scratch_directory.h"
 
 namespace pagoda::optim {
 namespace {
@@ -18,20 +19,26 @@ namespace {
 using kernels::Dtype;
 using testing::ElementsAre;
 
-/// An updater by itself, with pages of bf16 ones and gradients of bf16 halves in host memory.
+/// An updater by itself, with pages of bf16 ones and gradients of bf16 halves in host memory, and
+/// their states there or on disk.
 class UpdaterAlone : public testing::Test {
  protected:
   static constexpr std::uint64_t kChunk = 8192;
 
-  UpdaterAlone() {
+  explicit UpdaterAlone(std::uint64_t chunk = 4096, Dtype moments = Dtype::F32,
+                        StateLayout::Master master = StateLayout::Master::Whole) {
     pager::Tiers::Options options;
     options.device = device::host::make_device({});
     options.device_budget = 1_MiB;
-    options.host_budget = 64_MiB;
+    options.host_budget = 256_MiB;
+    options.swap.directories = {directory_.path()};
+    options.swap.capacity = 64_MiB;
     tiers_ = std::make_unique<pager::Tiers>(options);
     pager_ = std::make_unique<pager::Pager>(*tiers_, pager::Pager::Options{});
     Updater::Options updates;
-    updates.chunk = 4096;
+    updates.master16 = master;
+    updates.moments = moments;
+    updates.chunk = chunk;
     updates.chunk_in_memory = kChunk;
     updater_ = std::make_unique<Updater>(*pager_, pool_, updates);
     updater_->set_callbacks(
@@ -48,7 +55,7 @@ class UpdaterAlone : public testing::Test {
     pager_->set_debts(nullptr);
   }
 
-  TrainedPage& page(std::uint64_t elements) {
+  TrainedPage& page(std::uint64_t elements, pager::Placement states = pager::Placement::Host) {
     const std::vector<std::uint16_t> ones(elements, 0x3F80);
     const std::vector<std::uint16_t> halves(elements, 0x3F00);
     auto page = std::make_unique<TrainedPage>();
@@ -63,8 +70,8 @@ class UpdaterAlone : public testing::Test {
     page->gradient = tiers_->allocate(page->gradient_bytes(), pager::Placement::Host,
                                       pager::tag::kGradients, "gradient");
     tiers_->write(page->gradient, 0, std::as_bytes(std::span(halves)));
-    page->state = tiers_->allocate(updater_->layout(*page, rule_).bytes(elements),
-                                   pager::Placement::Host, pager::tag::kOptimizer, "state");
+    page->state = tiers_->allocate(updater_->layout(*page, rule_).bytes(elements), states,
+                                   pager::tag::kOptimizer, "state");
     updater_->add(*page, rule_);
     pages_.push_back(std::move(page));
     return *pages_.back();
@@ -113,6 +120,7 @@ class UpdaterAlone : public testing::Test {
     return std::exchange(order_, {});
   }
 
+  const io::ScratchDirectory directory_;
   ThreadPool pool_{2, "update"};
   const Optimizer rule_ = AdamW{.lr = 0.1};
   const std::shared_ptr<const StepScalars> scalars_ =
@@ -199,6 +207,50 @@ TEST_F(UpdaterAlone, MakesPartsFirstAndTheRestOnce) {
   for (const pager::Range& part : parts) {
     for (std::uint64_t i = part.begin; i < part.end; ++i) ASSERT_EQ(seen[i], after[i]) << i;
   }
+}
+
+class UpdaterOnDisk : public UpdaterAlone {
+ protected:
+  UpdaterOnDisk() : UpdaterAlone(128U << 10U) {}
+};
+
+// A part of a block is read, changed and written: two ways to the disk, one after the other, for
+// each end of a chunk.
+TEST_F(UpdaterOnDisk, ReadsAndWritesWholeBlocksWhateverLiesBetweenLargePages) {
+  std::vector<TrainedPage*> there;
+  std::vector<TrainedPage*> here;
+  for (const std::uint64_t elements : {1500U, 1U << 20U, 3000U, 700'001U, 2U << 20U}) {
+    there.push_back(&page(elements, pager::Placement::Nvme));
+    here.push_back(&page(elements));
+  }
+  for (int step = 0; step < 3; ++step) {
+    start(there);
+    start(here);
+    updater_->settle_all();
+  }
+  for (std::size_t i = 0; i < there.size(); ++i) EXPECT_EQ(values(*there[i]), values(*here[i]));
+  EXPECT_EQ(tiers_->swap()->stats().modified_blocks, 0U);
+}
+
+class UpdaterOfShortStates : public UpdaterAlone {
+ protected:
+  UpdaterOfShortStates() : UpdaterAlone(64U << 10U, Dtype::BF16, StateLayout::Master::Split) {}
+};
+
+TEST_F(UpdaterOfShortStates, FillsBuffersWithWhatPassesThroughThem) {
+  // A buffer has room for 20 bytes of each of 64 Ki elements, or for 6, as many as these have, of
+  // three times as many: 1.125 MiB.
+  constexpr std::uint64_t kInBuffer = 192U << 10U;
+  TrainedPage& large = page(8 * kInBuffer, pager::Placement::Nvme);
+  for (int step = 0; step < 2; ++step) {
+    start({&large});
+    updater_->settle_all();
+  }
+  const io::SwapSpace::Stats swap = tiers_->swap()->stats();
+  EXPECT_EQ(swap.bytes_written, 2 * 6 * 8 * kInBuffer);
+  EXPECT_EQ(swap.bytes_read, 6 * 8 * kInBuffer) << "blank state is not read";
+  // Requests end with each of the 9 MiB and each of the 8 chunks; there would be 24 chunks.
+  EXPECT_EQ(swap.requests, 3U * 16U);
 }
 
 }  // namespace
