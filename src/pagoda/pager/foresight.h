@@ -17,6 +17,7 @@ struct Occupancy {
   std::span<const PageId> resident;  // in any order
   Bytes free = 0;                    // of the arena, in one piece
   Bytes evictable = 0;               // of resident pages, neither in use nor dirty
+  std::size_t owing = 0;             // pages that owe an update
   std::uint64_t changes = 0;         // grows when a page comes, goes or can be fetched again
 };
 

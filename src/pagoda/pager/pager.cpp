@@ -182,7 +182,7 @@ void Pager::bury(const Lock& lock) {
 }
 
 Occupancy Pager::occupancy(const Lock& /*lock*/) {
-  return {by_id_, resident_, tiers_.arena().stats().largest_free, spare_, changes_};
+  return {by_id_, resident_, tiers_.arena().stats().largest_free, spare_, owing_, changes_};
 }
 
 Page* Pager::victim(PageId for_page, bool may_be_dirty, const Lock& lock) {

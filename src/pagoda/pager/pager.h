@@ -231,6 +231,7 @@ class Pager {
   std::size_t absent_ = 0;                    // guarded by mutex_
   std::vector<PageId> resident_;              // guarded by mutex_
   Bytes spare_ = 0;                           // guarded by mutex_: bytes that may be evicted
+  std::size_t owing_ = 0;                     // guarded by mutex_: pages that owe an update
   std::uint64_t changes_ = 0;                 // guarded by mutex_: of what could be fetched
   Nanos stalled_ = 0;                         // guarded by mutex_: since the last touch
   std::uint32_t starved_ = 0;                 // guarded by mutex_: touches waiting for room

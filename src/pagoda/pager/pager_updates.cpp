@@ -25,7 +25,10 @@ bool refused_by_rank(const std::exception_ptr& error) {
 
 void Pager::owe(std::span<Page* const> pages) {
   Lock lock(mutex_);
-  for (Page* page : pages) ++page->wanted;
+  for (Page* page : pages) {
+    if (!page->owes()) ++owing_;
+    ++page->wanted;
+  }
   for (Page* page : pages) {
     changed_.wait(lock, [&] { return !page->moving() && page->readers == 0; });
     if (page->fetch_error != nullptr) {
@@ -42,7 +45,9 @@ void Pager::owe(std::span<Page* const> pages) {
 
 void Pager::updated(Page& page, std::uint64_t version) {
   const Lock lock(mutex_);
+  if (page.owes()) --owing_;
   page.version = version;
+  if (page.owes()) ++owing_;
   page.blank = false;
   ++changes_;
   if (page.fixed) page.resident_version = version;

@@ -22,9 +22,10 @@ class Oracle::View final : public ArenaView {
     state.pinned = page->pins > 0 || page->fixed || (page->dirty && !may_be_dirty_);
     switch (page->residency) {
       case pager::Residency::Absent:
-        // A page that owes its update, or was never written, cannot be fetched yet.
-        state.residency =
-            page->owes() || page->blank || page->dead ? Residency::Fetching : Residency::Absent;
+        // One that was never written has nothing to be fetched.
+        state.residency = page->blank || page->dead ? Residency::Fetching
+                          : page->owes()            ? Residency::Awaited
+                                                    : Residency::Absent;
         break;
       case pager::Residency::Fetching:
       case pager::Residency::Leaving:
@@ -97,7 +98,7 @@ pager::PageId Oracle::next_fetch(const pager::Occupancy& occupancy) {
   const std::size_t first = find_absent(view);
   if (first >= predictor_.size()) return pager::kNoPage;
   const PageId page = predictor_.page_ahead(first);
-  if (view.page(page).bytes <= occupancy.free) return page;
+  if (occupancy.owing == 0 && view.page(page).bytes <= occupancy.free) return page;
   Schedule::Pause pause;
   if (const auto next = Schedule(predictor_, view, rate_).next_fetch(&pause)) {
     quiet_ = {};

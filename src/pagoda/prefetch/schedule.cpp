@@ -11,7 +11,7 @@ std::optional<PageId> Schedule::next_fetch(Pause* pause) const {
   // Looking again after a sixteenth of what was looked at makes it cheap for every touch, and is
   // soon enough to use what was free until then.
   constexpr std::size_t kShare = 16;
-  const Bytes free = arena_.free();
+  Bytes free = arena_.free();              // less what awaited pages before that will take
   Bytes room = free + arena_.evictable();  // less what is used before the page looked at
   Bytes due = 0;                           // bytes that must arrive until then
   std::optional<PageId> next;
@@ -28,12 +28,15 @@ std::optional<PageId> Schedule::next_fetch(Pause* pause) const {
       continue;
     }
     due += page.bytes;
-    if (page.residency == Residency::Absent) {
-      if (!next && page.bytes <= free) return id;
+    if (page.residency != Residency::Fetching) {
+      const bool awaited = page.residency == Residency::Awaited;
+      if (!next && !awaited && page.bytes <= free) return id;
       // All that is used until here does not fit at once: what comes later cannot be due now.
       if (page.bytes > room) break;
       room -= page.bytes;
-      if (!next) {
+      if (awaited) {
+        free -= std::min(free, page.bytes);
+      } else if (!next) {
         next = id;
         next_at = i;
       }

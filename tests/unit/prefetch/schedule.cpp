@@ -17,10 +17,8 @@ class HandArena : public ArenaView {
   void add(PageId page, Bytes bytes) { pages_[page] = {bytes, Residency::Absent, false}; }
   void set(PageId page, Residency residency) {
     PageState& state = pages_.at(page);
-    if (state.residency == Residency::Absent && residency != Residency::Absent)
-      free_ -= state.bytes;
-    if (state.residency != Residency::Absent && residency == Residency::Absent)
-      free_ += state.bytes;
+    if (takes_room(state.residency)) free_ += state.bytes;
+    if (takes_room(residency)) free_ -= state.bytes;
     state.residency = residency;
     resident_.clear();
     for (const auto& [id, it] : pages_) {
@@ -41,6 +39,10 @@ class HandArena : public ArenaView {
   }
 
  private:
+  static bool takes_room(Residency residency) {
+    return residency == Residency::Fetching || residency == Residency::Resident;
+  }
+
   Bytes free_;
   std::map<PageId, PageState> pages_;
   std::vector<PageId> resident_;
@@ -109,6 +111,27 @@ TEST_F(ScheduleTest, WhatIsOnItsWayDelaysTheRest) {
   fetch_takes(0.3);
   EXPECT_EQ(schedule_.next_fetch(), std::nullopt);
   fetch_takes(0.5);  // page 2 is used 2 ms after the next touch, and is ready after page 1: 1 ms
+  EXPECT_EQ(schedule_.next_fetch(), 2U);
+}
+
+TEST_F(ScheduleTest, AnAwaitedPageHasItsRoomKept) {
+  fetch_takes(0.001);
+  for (const PageId page : {0U, 1U, 2U, 3U}) arena_.set(page, Residency::Awaited);
+  EXPECT_EQ(schedule_.next_fetch(), std::nullopt) << "page 4 would have to go for page 3";
+  arena_.set(3, Residency::Absent);
+  EXPECT_EQ(schedule_.next_fetch(), 3U) << "the others fit beside it";
+  arena_.set(3, Residency::Resident);
+  EXPECT_EQ(schedule_.next_fetch(), std::nullopt);
+  arena_.set(0, Residency::Absent);  // updated
+  EXPECT_EQ(schedule_.next_fetch(), 0U);
+}
+
+TEST_F(ScheduleTest, AnAwaitedPageIsPartOfWhatIsDue) {
+  make_resident({0, 5, 6, 7});
+  arena_.set(1, Residency::Awaited);
+  fetch_takes(0.4);  // page 2 is used 2 ms after the next touch: page 1 and it take 0.8 ms
+  EXPECT_EQ(schedule_.next_fetch(), std::nullopt);
+  fetch_takes(0.5);
   EXPECT_EQ(schedule_.next_fetch(), 2U);
 }
 
