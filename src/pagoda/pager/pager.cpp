@@ -254,12 +254,17 @@ void Pager::drop_copy(Page& page, const Lock& lock) {
   page.prefetched = false;
 }
 
+/// Where the engine has failed an access says why: an operator whose touch threw may be on its way
+/// to it, while a fetch of the same page fails as well.
 void Pager::unbind(Page& page, const Lock& /*lock*/) {
   page.bound = false;
   if (page.binding == nullptr) return;
   page.binding->unbind(
-      fmt::format("page '{}' is not on the device: nothing announced that it would be read; {}",
-                  page.name, options_.pin_advice));
+      refused_.empty()
+          ? fmt::format(
+                "page '{}' is not on the device: nothing announced that it would be read; {}",
+                page.name, options_.pin_advice)
+          : refused_);
 }
 
 }  // namespace pagoda::pager

@@ -457,6 +457,22 @@ TEST_P(PagerOn, CrumbsAreLaidOutAfresh) {
   pager_->unpin(three, nullptr);
 }
 
+// An operator whose touch has thrown may be about to read the page.
+TEST_P(PagerOn, APageThatGoesAfterRefusalSaysTheReason) {
+  Page& a = page(4_KiB, 1);
+  Page& b = page(4_KiB, 2);
+  for (Page* p : {&a, &b}) {
+    const Access access{p, false};
+    pager_->touch({&access, 1}, 0, nullptr);
+    pager_->unpin({&access, 1}, nullptr);
+  }
+  EXPECT_TRUE(pager_->evict(a));
+  EXPECT_THAT(binding(a).why(), HasSubstr("nothing announced"));
+  pager_->refuse("the disk burns");
+  EXPECT_TRUE(pager_->evict(b));
+  EXPECT_EQ(binding(b).why(), "the disk burns");
+}
+
 TEST_P(PagerOn, AfterRefusalEveryTouchThrowsTheReason) {
   Page& a = page(1000, 1);
   pager_->refuse("the disk burns");
