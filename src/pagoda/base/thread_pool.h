@@ -34,8 +34,9 @@ class ThreadPool {
     Cancel,  ///< drop them; their futures throw EngineError
   };
 
-  /// `name` shows in debuggers and traces as "name/0", "name/1", …
-  ThreadPool(std::size_t threads, std::string name);
+  /// `name` shows in debuggers and traces as "name/0", "name/1", … With `nice` above 0, as nice(1)
+  /// has it, the threads give way to others where all cores are busy.
+  ThreadPool(std::size_t threads, std::string name, int nice = 0);
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
   /// stop(Stop::Cancel).
@@ -72,6 +73,7 @@ class ThreadPool {
 
   const std::string name_;
   const std::size_t thread_count_;
+  const int nice_;
   std::mutex mutex_;
   std::condition_variable wake_;
   std::array<std::deque<Task>, 3> queues_;  // guarded by mutex_, one per priority

@@ -18,6 +18,9 @@
 namespace pagoda::engine {
 namespace {
 
+/// Of the threads that update, where others launch a device's operators: about a tenth of a share.
+constexpr int kNice = 10;
+
 using optim::TrainedPage;
 using pager::Page;
 using pager::Placement;
@@ -87,10 +90,13 @@ Runtime::Runtime(const Config& config, std::shared_ptr<comm::World> world)
   oracle_ = std::make_unique<prefetch::Oracle>();
   if (config_.prefetch) pager_->set_foresight(oracle_.get());
 
-  const std::size_t threads = config_.update_threads != 0
-                                  ? config_.update_threads
-                                  : std::max(1U, std::thread::hardware_concurrency());
-  pool_ = std::make_unique<ThreadPool>(threads, "update");
+  // The updater's own thread works along. Where the model runs elsewhere, whoever launches its
+  // operators must not wait for a core: the device would wait, too.
+  const unsigned cores = std::max(2U, std::thread::hardware_concurrency());
+  const bool launches = device_->kind() != device::DeviceKind::Host;
+  pool_ =
+      std::make_unique<ThreadPool>(config_.update_threads != 0 ? config_.update_threads : cores - 1,
+                                   "update", launches ? kNice : 0);
   optim::Updater::Options updates;
   updates.master16 = config_.master == Master::Split ? optim::StateLayout::Master::Split
                                                      : optim::StateLayout::Master::Whole;

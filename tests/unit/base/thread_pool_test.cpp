@@ -9,6 +9,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 
 #include "pagoda/base/error.h"
 
@@ -93,6 +94,16 @@ TEST(ThreadPool, DrainRunsWhatIsQueued) {
   EXPECT_THROW((void)pool.submit([] {}), EngineError);
   EXPECT_THROW(pool.parallel_for(0, 10, 1, [](auto, auto) {}), EngineError);
   pool.stop(ThreadPool::Stop::Cancel);  // again: nothing to do
+}
+
+TEST(ThreadPool, GivesWayToOtherThreadsWhereItIsToldTo) {
+  const auto niceness = [] { return ::getpriority(PRIO_PROCESS, 0); };
+  const int mine = niceness();
+  ThreadPool equals(1, "equals");
+  EXPECT_EQ(equals.submit(niceness).get(), mine);
+  ThreadPool modest(1, "modest", mine + 3);
+  EXPECT_EQ(modest.submit(niceness).get(), mine + 3);
+  EXPECT_EQ(niceness(), mine) << "of this thread";
 }
 
 TEST(ThreadPool, NeedsAThread) {
