@@ -64,6 +64,7 @@ ROWS["8B-bf16"] = ("fine_tune", "8B", 4, {**_SMALL, **_COMPACT})
 # picture.py.
 TRACES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
     f"c{batch}-trace": ("traced", "3B", batch, _HOST) for batch in (4, 16)}
+TRACES["c4-bf16-trace"] = ("traced", "3B", 4, {**_HOST, **_COMPACT})
 TRACES["d-nvme-trace"] = ("traced", "1B", 4, _NVME)
 ALL = {**ROWS, **TRACES}
 

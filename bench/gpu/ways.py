@@ -113,6 +113,7 @@ def _paging(snapshots: list[Any]) -> dict[str, Any]:
     return {
         "hit_rate": 1 - pages["faults"] / moved if moved else 1.0,
         "late": pages["late_prefetches"] / moved if moved else 0.0,
+        "in_vain": _difference(last, first, "pages", "wasted_prefetches") / count,
         "exposed_update": _difference(last, first, "pages", "update_stall_ns") / count / 1e9,
         "stall": sum(stalls) / count / 1e9,
         "moved": {key: _difference(last, first, "moved", key) / count
