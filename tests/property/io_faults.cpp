@@ -207,7 +207,7 @@ TEST_P(IoFaults, AtRandomNothingIsSilent) {
                                  {.kind = FaultKind::Short},
                                  {.kind = FaultKind::Delay, .delay = 200'000}};
     if (GetParam().checksums) faults.push_back({.kind = FaultKind::FlipBit});
-    plan_->set_lottery({.seed = seed, .probability = 0.1, .faults = faults});
+    plan_->set_lottery({.seed = seed, .probability = 0.2, .faults = faults});
     const std::uint64_t before = plan_->injected(FaultKind::Error);
     std::size_t reported = 0;
 
@@ -219,8 +219,10 @@ TEST_P(IoFaults, AtRandomNothingIsSilent) {
     for (int round = 0; round < 40; ++round) {
       const Bytes offset = random() % kLength;
       const Bytes length = std::min<Bytes>(1 + random() % 60'000, kLength - offset);
-      const Bytes from = align_down(offset, 16_KiB);
-      const Bytes to = std::min(kLength, align_up(offset + length, 16_KiB));
+      // Its blocks, which lie on the space's grid.
+      const Bytes begin = extent.offset();
+      const Bytes from = std::max(align_down(begin + offset, 16_KiB), begin) - begin;
+      const Bytes to = std::min(align_up(begin + offset + length, 16_KiB) - begin, kLength);
       if (random() % 2 == 0) {
         const auto fresh = random_bytes(length, random());
         Transfer write = space.write(extent, offset, fresh);
