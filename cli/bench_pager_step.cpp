@@ -222,9 +222,8 @@ double add_disk_row(BenchReport& report, const std::filesystem::path& directory,
               "the swap path's mixed load without checksums, in turns (higher is better)"});
   report.note(fmt::format(
       "States on disk: {} of AdamW's {} moments, each read, used and written once a step; "
-      "operators "
-      "take no time. In turns, each as long: {:.2f} to {:.2f} GB/s of ours, {:.2f} to {:.2f} of "
-      "the disk's.",
+      "operators take no time. In turns, each as long: {:.2f} to {:.2f} GB/s of ours, {:.2f} to "
+      "{:.2f} of the disk's.",
       format_bytes(states), kind, 1e-9 * std::ranges::min(rates), 1e-9 * std::ranges::max(rates),
       1e-9 * std::ranges::min(limits), 1e-9 * std::ranges::max(limits)));
   return median(rates);

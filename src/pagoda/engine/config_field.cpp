@@ -261,10 +261,10 @@ std::vector<ConfigField> make_fields() {
       whole(PAGODA_FIELD(fetch_threads), 1U, kThreads, "Threads that bring pages in"),
       whole(PAGODA_FIELD(update_threads), 0U, kThreads,
             "Threads that run the optimizer; 0: what the machine has left"),
-      bytes(PAGODA_FIELD(update_chunk),
-            "Optimizer state on its way to and from files: fp32 masters of one buffer, which has "
-            "room "
-            "for all that belongs to them"),
+      bytes(
+          PAGODA_FIELD(update_chunk),
+          "fp32 masters of one buffer, which has room for all that belongs to them: state is read, "
+          "updated and written so much at a time"),
       whole(PAGODA_FIELD(update_buffers), 2U, kThreads,
             "Chunks of optimizer state in memory at a time; fewer, but four, where they were more "
             "than an eighth of host_budget"),
