@@ -34,8 +34,8 @@ class ThreadPool {
     Cancel,  ///< drop them; their futures throw EngineError
   };
 
-  /// `name` shows in debuggers and traces as "name/0", "name/1", … With `nice` above 0, as nice(1)
-  /// has it, the threads give way to others where all cores are busy.
+  /// `name` shows in debuggers and traces as "name/0", "name/1", … With `nice` above 0, the
+  /// niceness that setpriority(2) takes, they give way to other threads where all cores are busy.
   ThreadPool(std::size_t threads, std::string name, int nice = 0);
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
