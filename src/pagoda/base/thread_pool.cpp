@@ -7,7 +7,6 @@
 #include <limits>
 
 #include <pthread.h>
-#include <sys/resource.h>
 
 #include "pagoda/base/error.h"
 #include "pagoda/base/trace.h"
@@ -70,8 +69,8 @@ struct Loop {
 
 }  // namespace
 
-ThreadPool::ThreadPool(std::size_t threads, std::string name, int nice)
-    : name_(std::move(name)), thread_count_(threads), nice_(nice) {
+ThreadPool::ThreadPool(std::size_t threads, std::string name)
+    : name_(std::move(name)), thread_count_(threads) {
   PAGODA_REQUIRE_GE(threads, 1U, "a thread pool needs a thread");
   threads_.reserve(threads);
   try {
@@ -99,8 +98,6 @@ void ThreadPool::work(std::size_t index) {
   const std::string thread_name = fmt::format("{}/{}", name_, index);
   ::pthread_setname_np(::pthread_self(), thread_name.substr(0, 15).c_str());
   trace::name_thread(thread_name);
-  // On Linux a thread has a niceness of its own. Where it may not be set, the threads are equals.
-  if (nice_ > 0) static_cast<void>(::setpriority(PRIO_PROCESS, 0, nice_));
   std::unique_lock lock(mutex_);
   for (;;) {
     const auto queue = std::ranges::find_if(queues_, [](const auto& q) { return !q.empty(); });

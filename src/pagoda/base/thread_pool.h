@@ -34,9 +34,8 @@ class ThreadPool {
     Cancel,  ///< drop them; their futures throw EngineError
   };
 
-  /// `name` shows in debuggers and traces as "name/0", "name/1", … With `nice` above 0, the
-  /// niceness that setpriority(2) takes, they give way to other threads where all cores are busy.
-  ThreadPool(std::size_t threads, std::string name, int nice = 0);
+  /// `name` shows in debuggers and traces as "name/0", "name/1", …
+  ThreadPool(std::size_t threads, std::string name);
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
   /// stop(Stop::Cancel).
@@ -73,7 +72,6 @@ class ThreadPool {
 
   const std::string name_;
   const std::size_t thread_count_;
-  const int nice_;
   std::mutex mutex_;
   std::condition_variable wake_;
   std::array<std::deque<Task>, 3> queues_;  // guarded by mutex_, one per priority

@@ -18,9 +18,6 @@
 namespace pagoda::engine {
 namespace {
 
-/// Of the threads that update, where others launch a device's operators: about a tenth of a share.
-constexpr int kNice = 10;
-
 using optim::TrainedPage;
 using pager::Page;
 using pager::Placement;
@@ -52,6 +49,14 @@ std::string message_of(const std::exception_ptr& error) {
   } catch (...) {
     return "unknown error";
   }
+}
+
+/// Threads that update beside the updater's own. Where the model runs on a device, up to two cores
+/// are nobody's: a thread that launches its operators and waits for a core lets the device wait,
+/// too, and one that adds a gradient or brings a page keeps operators waiting.
+unsigned spare_cores(device::DeviceKind kind) {
+  const unsigned cores = std::max(2U, std::thread::hardware_concurrency());
+  return cores - (kind == device::DeviceKind::Host ? 1U : std::clamp(cores / 5, 1U, 3U));
 }
 
 optim::LossScale::Options loss_scale_options(const Config& config) {
@@ -90,13 +95,9 @@ Runtime::Runtime(const Config& config, std::shared_ptr<comm::World> world)
   oracle_ = std::make_unique<prefetch::Oracle>();
   if (config_.prefetch) pager_->set_foresight(oracle_.get());
 
-  // The updater's own thread works along. Where the model runs elsewhere, whoever launches its
-  // operators must not wait for a core: the device would wait, too.
-  const unsigned cores = std::max(2U, std::thread::hardware_concurrency());
-  const bool launches = device_->kind() != device::DeviceKind::Host;
-  pool_ =
-      std::make_unique<ThreadPool>(config_.update_threads != 0 ? config_.update_threads : cores - 1,
-                                   "update", launches ? kNice : 0);
+  pool_ = std::make_unique<ThreadPool>(
+      config_.update_threads != 0 ? config_.update_threads : spare_cores(device_->kind()),
+      "update");
   optim::Updater::Options updates;
   updates.master16 = config_.master == Master::Split ? optim::StateLayout::Master::Split
                                                      : optim::StateLayout::Master::Whole;

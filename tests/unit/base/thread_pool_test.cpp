@@ -9,7 +9,6 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <sys/resource.h>
 
 #include "pagoda/base/error.h"
 
@@ -94,17 +93,6 @@ TEST(ThreadPool, DrainRunsWhatIsQueued) {
   EXPECT_THROW((void)pool.submit([] {}), EngineError);
   EXPECT_THROW(pool.parallel_for(0, 10, 1, [](auto, auto) {}), EngineError);
   pool.stop(ThreadPool::Stop::Cancel);  // again: nothing to do
-}
-
-TEST(ThreadPool, GivesWayToOtherThreadsWhereItIsToldTo) {
-  constexpr int kNicest = 19;  // nobody is refused that
-  const auto niceness = [] { return ::getpriority(PRIO_PROCESS, 0); };
-  const int mine = niceness();
-  ThreadPool equals(1, "equals");
-  EXPECT_EQ(equals.submit(niceness).get(), mine);
-  ThreadPool modest(1, "modest", kNicest);
-  EXPECT_EQ(modest.submit(niceness).get(), kNicest);
-  EXPECT_EQ(niceness(), mine) << "of this thread";
 }
 
 TEST(ThreadPool, NeedsAThread) {
