@@ -12,10 +12,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
 
 def _link(to_device: bool) -> float:
+    import torch
+
     host = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True)
     device = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
     best = 0.0
@@ -32,6 +32,8 @@ def _link(to_device: bool) -> float:
 
 
 def _bench(program: str, *arguments: str) -> dict[str, Any]:
+    import torch
+
     libraries = Path(torch.__file__).parent / "lib"  # a program built elsewhere finds torch so
     result = subprocess.run([program, "bench", *arguments, "--json"], check=True, text=True,
                             capture_output=True,
@@ -60,10 +62,10 @@ def measure(program: str) -> dict[str, float]:
     return out
 
 
-def lasting_disk(program: str, tiny: bool) -> float:
-    """What the disk gives for as long as a step with its states there, over nearly as much: some are
-    quick for a while only. Right after the row, for they drift."""
-    size, seconds = ("16MiB", "0.1") if tiny else ("12GiB", "10")
+def disk_now(program: str, tiny: bool) -> float:
+    """What the disk gives at this moment, over nearly as much as a row has there: in turns with a
+    row's steps, for some are quick for a while only, and they drift."""
+    size, seconds = ("16MiB", "0.1") if tiny else ("12GiB", "6")
     return _disk(program, "--alone", "--depth", "32", "--size", size, "--rounds", "1",
                  "--seconds", seconds)
 
@@ -84,7 +86,7 @@ def of_row(row: dict[str, Any], resident: dict[str, Any] | None, machine: dict[s
         "link to device": moved["host_to_device"] / machine["to_device"],
         "link to host": moved["device_to_host"] / machine["to_host"],
         "update": row["parameters"] / machine["update_bf16" if short_moments else "update"],
-        "disk": _disk_bytes(row) / machine["disk"],
+        "disk": _disk_bytes(row) / row.get("disk", machine["disk"]),
     }
     name = max(needs, key=lambda key: needs[key])
     return needs[name], name
@@ -93,7 +95,8 @@ def of_row(row: dict[str, Any], resident: dict[str, Any] | None, machine: dict[s
 def of_disk(name: str, row: dict[str, Any], machine: dict[str, float]) -> str:
     """A step beside the disk's time for its bytes."""
     moved = _disk_bytes(row)
-    best, lasting = (row["seconds"] * rate / moved for rate in (machine["disk"], row["disk"]))
-    return (f"{name}: {moved / 1e9:.1f} GB to and from the disk; the step takes {best:.2f} of its "
-            f"time at the best rate of two seconds ({machine['disk'] / 1e9:.2f} GB/s), {lasting:.2f} "
-            f"at its rate for ten seconds right after ({row['disk'] / 1e9:.2f})")
+    now, best = (row["seconds"] * rate / moved for rate in (row["disk"], machine["disk"]))
+    rates = ", ".join(f"{rate / 1e9:.2f}" for rate in row["disk_rates"])
+    return (f"{name}: {moved / 1e9:.1f} GB to and from the disk; the step takes {now:.2f} of its time "
+            f"at the rates measured in turns ({rates} GB/s), {best:.2f} at the best of two seconds "
+            f"before the rows ({machine['disk'] / 1e9:.2f})")

@@ -17,6 +17,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ for _batch in (4, 16):
     ROWS[f"e{_batch}"] = ("deepspeed", "3B", _batch, {})
 ROWS["d-a4"] = ("resident", "1B", 4, {})
 ROWS["d-b4"] = ("fsdp", "1B", 4, {})
-_NVME = {**_HOST, "optimizer": "nvme", "disk": True, "host_budget": "8GiB", "nvme_budget": "32GiB",
+_NVME = {**_HOST, "optimizer": "nvme", "disk": True, "host_budget": "8GiB", "nvme_budget": "16GiB",
          "device_budget": "3GiB"}
 ROWS["d-nvme"] = ("pagoda", "1B", 4, _NVME)
 ROWS["d-nvme-bf16"] = ("pagoda", "1B", 4, {**_NVME, **_COMPACT})
@@ -114,11 +115,12 @@ def child(name: str, path: Path, tiny: bool) -> None:
             settings = shrunk(settings, workload.SHRUNK)
         if name in TRACES:
             settings = {**settings, "trace": path.with_suffix(".perfetto.json.gz")}
-        out = getattr(ways, way)(shape, batch, **settings)
-        if settings.get("optimizer") == "nvme":
+        elif settings.get("optimizer") == "nvme":
             import limits
 
-            out["disk"] = limits.lasting_disk(str(BUILD / "bin" / "pagoda"), tiny)
+            settings = {**settings,
+                        "disk_rate": partial(limits.disk_now, str(BUILD / "bin" / "pagoda"), tiny)}
+        out = getattr(ways, way)(shape, batch, **settings)
     part = path.with_suffix(".part")  # a row that was cut off is not there
     part.write_text(json.dumps(out))
     part.rename(path)

@@ -8,7 +8,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,10 @@ def _memory() -> dict[str, float]:
             "host_peak": int(status["VmHWM"].split()[0]) / 2**20}
 
 
-def _result(model: Any, batch: int, timing: workload.Timing) -> dict[str, Any]:
-    seconds = timing.steady(WARM)
+def _result(model: Any, batch: int, timing: workload.Timing,
+            seconds: float | None = None) -> dict[str, Any]:
+    """`seconds` of a step, if they are not the median."""
+    seconds = seconds or timing.steady(WARM)
     return {"seconds": seconds, "tokens": batch * workload.SEQUENCE / seconds,
             "tflops": workload.flops(model, batch) / seconds / 1e12,
             "parameters": sum(p.numel() for p in model.parameters()),
@@ -145,10 +147,15 @@ def _attached(engine: Any, shape: str) -> Any:
     return model
 
 
-def pagoda(shape: str, batch: int, **config: Any) -> dict[str, Any]:
-    """Pagoda, where `config` says. `deterministic`: kernels that always give the same bits."""
+def pagoda(shape: str, batch: int, *, disk_rate: Callable[[], float] | None = None,
+           **config: Any) -> dict[str, Any]:
+    """Pagoda, where `config` says. `deterministic`: kernels that always give the same bits. Where
+    `disk_rate` measures the disk, it and four steps with all of their updates take turns: disks
+    drift. A step then takes a quarter of its turn."""
     steps = config.pop("steps", STEPS)
     torch.use_deterministic_algorithms(config.pop("deterministic", False))
+    turns = range(WARM, steps + 1, 4) if disk_rate is not None else ()
+    rates = []
     with _engine(**config) as engine:
         model = _attached(engine, shape)
         snapshots = []
@@ -157,11 +164,21 @@ def pagoda(shape: str, batch: int, **config: Any) -> dict[str, Any]:
             loss = workload.loss_of(model, tokens)
             engine.backward(loss)
             engine.step()
+            if len(snapshots) + 1 in turns:
+                engine.finish()
             snapshots.append(engine.stats())
             return loss
 
-        timing = workload.run(workload.random_tokens(model, batch), steps, step)
-        return {**_result(model, batch, timing), **_paging(snapshots)}
+        def between(done: int) -> None:
+            if disk_rate is not None and done in turns:
+                rates.append(disk_rate())
+
+        timing = workload.run(workload.random_tokens(model, batch), steps, step, between)
+        steady = timing.seconds[WARM:]
+        out = _result(model, batch, timing, sum(steady) / len(steady) if rates else None)
+        if rates:
+            out.update({"disk": sum(rates) / len(rates), "disk_rates": rates})
+        return {**out, **_paging(snapshots)}
 
 
 def _merged(engine: Path, profile: Path, origin_ns: int) -> dict[str, Any]:

@@ -118,9 +118,10 @@ def wait() -> None:
 
 
 def run(tokens: Iterator[torch.Tensor], steps: int,
-        step: Callable[[torch.Tensor], torch.Tensor]) -> Timing:
+        step: Callable[[torch.Tensor], torch.Tensor],
+        between: Callable[[int], None] = lambda done: None) -> Timing:
     """`step` takes a batch and gives its loss. A step ends when its loss is known and the next may
-    begin, as in any loop that logs."""
+    begin, as in any loop that logs. `between` is told how many are done, and is in no step's time."""
     out = Timing([], [])
     wait()
     for _ in range(steps):
@@ -131,5 +132,6 @@ def run(tokens: Iterator[torch.Tensor], steps: int,
         out.seconds.append(time.perf_counter() - began)
         print(f"step {len(out.losses)} of {steps}: {out.seconds[-1]:.2f} s, loss {out.losses[-1]:.4f}",
               file=sys.stderr, flush=True)
+        between(len(out.losses))
     wait()
     return out

@@ -60,6 +60,19 @@ def test_states_are_where_the_rows_say(results: Path) -> None:
     assert small["holders"]["host"]["activations"] > 0
 
 
+def test_steps_and_the_disk_take_turns(results: Path) -> None:
+    row = read(results, "d-nvme")
+    assert len(row["disk_rates"]) == 3
+    assert min(row["disk_rates"]) < row["disk"] < max(row["disk_rates"])
+    steady = row["all_seconds"][3:]
+    assert len(steady) == 8
+    assert row["seconds"] == pytest.approx(sum(steady) / 8)
+    # All updates of these eight steps, and no others: master and moments, both ways.
+    moved = row["moved"]
+    assert moved["nvme_to_host"] == moved["host_to_nvme"]
+    assert 12 <= moved["nvme_to_host"] / row["parameters"] < 13
+
+
 def test_text_is_learnt(results: Path) -> None:
     losses = read(results, "8B")["losses"]
     assert losses[-1] < losses[0] - 0.2
