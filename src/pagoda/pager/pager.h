@@ -179,7 +179,7 @@ class Pager {
   void await(Page& page, Lock& lock);
   void use(Page& page, bool write, std::uint8_t mode, device::Stream* consumer, const Lock& lock);
   void start_fetch(Page& page, Priority priority, const Lock& lock);
-  void fetch(Page& page);
+  void fetch(Page& page, std::uint64_t version);
   Lane& take_lane();
   void fill(const Page& page, std::byte* to, std::uint64_t version, Lane& lane);
   void fill_from(const Page& page, const Home& home, Range range, std::byte* to, Lane& lane);

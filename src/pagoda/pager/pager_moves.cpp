@@ -16,7 +16,10 @@ void Pager::start_fetch(Page& page, Priority priority, const Lock& lock) {
   set_residency(page, Residency::Fetching, lock);
   page.fetch_error = nullptr;
   ++fetching_;
-  (void)fetchers_.submit([this, &page] { fetch(page); }, priority);
+  // The version of now: by the time a thread is free, the page may owe another update, and whoever
+  // has to make that waits for this fetch.
+  const std::uint64_t version = page.wanted;
+  (void)fetchers_.submit([this, &page, version] { fetch(page, version); }, priority);
 }
 
 Pager::Lane& Pager::take_lane() {
@@ -28,13 +31,11 @@ Pager::Lane& Pager::take_lane() {
   return *lane;
 }
 
-void Pager::fetch(Page& page) {
+void Pager::fetch(Page& page, std::uint64_t version) {
   Lane& lane = take_lane();
-  std::uint64_t version = 0;
   device::Mark room;
   {
     const Lock lock(mutex_);
-    version = page.wanted;
     room = std::move(page.ready);
   }
   const Stopwatch watch;
