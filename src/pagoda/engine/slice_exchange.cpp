@@ -108,16 +108,15 @@ void SliceExchange::serve(const comm::PullRequest& request, comm::PullReply& rep
   Page& page = *found;
   reply.about_to_wait();
   updater_.settle_part(page, request.version);
-  pager_.add_reader(page);
+  const std::uint64_t wanted = pager_.add_reader(page);
   const auto reading = std::shared_ptr<void>(
       nullptr, [this, &page, version = request.version, bytes = request.bytes](void*) {
         pager_.remove_reader(page);
         served(page, version, bytes);
       });
-  const std::uint64_t has = updater_.part_version(page);
-  if (has != request.version) {
+  if (wanted != request.version) {  // its update may be under way
     reply.refuse(fmt::format("page '{}' has gone on from version {} to {}", page.name,
-                             request.version, has));
+                             request.version, wanted));
     return;
   }
   const Bytes at = request.begin - page.home_range.begin * page.element_size;

@@ -261,12 +261,6 @@ void Updater::settle_part(const pager::Page& page, std::uint64_t version) {
   PAGODA_CHECK_GE(found->second->done, version, "the updater stops");
 }
 
-std::uint64_t Updater::part_version(const pager::Page& page) const {
-  const std::lock_guard lock(mutex_);
-  const auto found = records_.find(&page);
-  return found == records_.end() ? 0 : found->second->done;
-}
-
 void Updater::await_part(const pager::Page& page) {
   std::unique_lock lock(mutex_);
   const Record& record = *records_.at(&page);

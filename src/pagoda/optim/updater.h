@@ -91,8 +91,6 @@ class Updater final : public pager::Debts {
                    const std::byte* before, const std::byte* after) override;
   /// Returns when this rank's part of the page has seen `version` updates.
   void settle_part(const pager::Page& page, std::uint64_t version);
-  /// How many it has seen now.
-  std::uint64_t part_version(const pager::Page& page) const;
   /// Returns when this rank's part of the page has seen every update started so far: its gradient
   /// has been used up.
   void await_part(const pager::Page& page);

@@ -155,8 +155,9 @@ class Pager {
   /// The lock that guards pages, for those who must look at several fields at once.
   std::unique_lock<std::mutex> lock() const { return std::unique_lock(mutex_); }
 
-  /// Counts who reads a home from outside the pager; an update waits for them.
-  void add_reader(Page& page);
+  /// Counts who reads a home from outside the pager; an update waits for them. Returns how many
+  /// updates the page shall have seen: with more than the home has, somebody is about to write.
+  std::uint64_t add_reader(Page& page);
   void remove_reader(Page& page) noexcept;
 
  private:

@@ -95,9 +95,10 @@ void Pager::await_version(const Page& page) {
   if (page.owes()) throw EngineError(refused_);
 }
 
-void Pager::add_reader(Page& page) {
+std::uint64_t Pager::add_reader(Page& page) {
   const Lock lock(mutex_);
   ++page.readers;
+  return page.wanted;
 }
 
 void Pager::remove_reader(Page& page) noexcept {
