@@ -63,7 +63,11 @@ class Arrays {
         small_variance(make<Bf16>(count, [](std::size_t) { return bf16(1e-6F); })),
         half_grad(make<Fp16>(count, [](std::size_t i) {
           return Fp16{static_cast<std::uint16_t>(0x1800 + i % 1024)};
-        })) {}
+        })) {
+    for (AlignedBuffer& buffer : spare) {
+      buffer = make<float>(count, [](std::size_t) { return 0.0F; });
+    }
+  }
 
   template <class T>
   static T* at(const AlignedBuffer& buffer) {
@@ -72,6 +76,7 @@ class Arrays {
 
   AlignedBuffer grad, master, momentum, variance;
   AlignedBuffer small_grad, param, rest, small_momentum, small_variance, half_grad;
+  AlignedBuffer spare[3];  // states that are written elsewhere
 
  private:
   static float wave(std::size_t i) {
@@ -110,10 +115,17 @@ OptimizerSlice slice_of(const Arrays& a, std::size_t count, ConstElements grad) 
 BandwidthProbe::Streams streams_of(const OptimizerSlice& slice) {
   BandwidthProbe::Streams out;
   out.read = {slice.grad};
-  if (slice.master != nullptr) out.update.push_back(slice.master);
-  if (slice.rest != nullptr) out.update.push_back(Elements(kernels::Dtype::BF16, slice.rest));
-  if (slice.momentum) out.update.push_back(slice.momentum);
-  if (slice.variance) out.update.push_back(slice.variance);
+  const auto state = [&out](Elements from, Elements to) {
+    if (!from) return;
+    if (!to) return out.update.push_back(from);
+    out.read.push_back(from);
+    out.write.push_back(to);
+  };
+  const auto rest = [](std::int16_t* data) { return Elements(kernels::Dtype::BF16, data); };
+  state(slice.master, slice.to.master);
+  state(rest(slice.rest), rest(slice.to.rest));
+  state(slice.momentum, slice.to.momentum);
+  state(slice.variance, slice.to.variance);
   if (slice.param) (slice.rest != nullptr ? out.update : out.write).push_back(slice.param);
   return out;
 }
@@ -140,6 +152,10 @@ std::vector<Variant> variants(const Arrays& a, std::size_t count, Isa isa) {
   add("adamw fp32 → bf16", slice, adamw);
   slice.grad = small_grad;
   add("adamw bf16 grad → bf16", slice, adamw);
+  OptimizerSlice moving = slice;
+  moving.to = {Arrays::at<float>(a.spare[0]), nullptr, Arrays::at<float>(a.spare[1]),
+               Arrays::at<float>(a.spare[2])};
+  add("adamw bf16 grad → bf16, states written elsewhere", moving, adamw);
   slice.grad = Arrays::at<Fp16>(a.half_grad);
   slice.param = Elements(kernels::Dtype::F16, param);
   add("adamw fp16 grad → fp16", slice, adamw);
@@ -151,6 +167,10 @@ std::vector<Variant> variants(const Arrays& a, std::size_t count, Isa isa) {
   slice.master = nullptr;
   slice.rest = Arrays::at<std::int16_t>(a.rest);
   add("adamw bf16 grad, split master, bf16 moments", slice, adamw);
+  moving = slice;
+  moving.to = {nullptr, Arrays::at<std::int16_t>(a.spare[0]), Arrays::at<Bf16>(a.spare[1]),
+               Arrays::at<Bf16>(a.spare[2])};
+  add("adamw bf16 grad, split master, bf16 moments, states written elsewhere", moving, adamw);
   slice.momentum = Arrays::at<float>(a.momentum);
   slice.variance = Arrays::at<float>(a.variance);
   add("adamw bf16 grad, split master", slice, adamw);

@@ -31,9 +31,9 @@ struct Step {
 
 /// Elements [first_index, first_index + count) of one parameter with all its states.
 ///
-/// Pointers only, owned by the caller. No two arrays overlap. The index matters for stochastic
-/// rounding alone: every cut of a parameter into slices gives the same bits. Arrays need the
-/// alignment of their elements; 64 bytes and equal offsets are fastest.
+/// Pointers only, owned by the caller. No two arrays overlap, those in `to` included. The index
+/// matters for stochastic rounding alone: every cut of a parameter into slices gives the same bits.
+/// Arrays need the alignment of their elements; 64 bytes and equal offsets are fastest.
 struct OptimizerSlice {
   std::uint64_t first_index = 0;
   std::size_t count = 0;
@@ -50,6 +50,27 @@ struct OptimizerSlice {
   /// Second moment, of the same type as `momentum`; with a split master its sign bits are ties.
   Elements variance;
 
+  /// Where the states are written, if not where they are read: all of them or none. A master that
+  /// is the parameter (`param` is null) and the parameter itself are always written where they are.
+  struct Written {
+    float* master = nullptr;
+    std::int16_t* rest = nullptr;
+    Elements momentum;
+    Elements variance;
+  };
+  /// Nothing set: in place. Else what was read stays as it was, and a step is taken back by
+  /// forgetting what it wrote. The bits are the same, and so is the memory traffic of long slices.
+  Written to;
+
+  bool elsewhere() const noexcept {
+    return to.master != nullptr || to.rest != nullptr || to.momentum || to.variance;
+  }
+  /// Where each state is written, elsewhere or in place.
+  Written written() const noexcept {
+    return {to.master != nullptr ? to.master : master, to.rest != nullptr ? to.rest : rest,
+            to.momentum ? to.momentum : momentum, to.variance ? to.variance : variance};
+  }
+
   /// Elements [begin, end) of this slice.
   OptimizerSlice part(std::size_t begin, std::size_t end) const noexcept {
     OptimizerSlice out = *this;
@@ -61,6 +82,10 @@ struct OptimizerSlice {
     out.param = param.from(begin);
     out.momentum = momentum.from(begin);
     out.variance = variance.from(begin);
+    out.to.master = to.master == nullptr ? nullptr : to.master + begin;
+    out.to.rest = to.rest == nullptr ? nullptr : to.rest + begin;
+    out.to.momentum = to.momentum.from(begin);
+    out.to.variance = to.variance.from(begin);
     return out;
   }
 };

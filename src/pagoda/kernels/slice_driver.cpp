@@ -20,6 +20,25 @@ void check_moment(const char* name, const Elements& moment, bool needed) {
   check_aligned(name, moment.data, element_size(moment.type));
 }
 
+/// Where the states go, if not to where they come from.
+void check_written(const OptimizerSlice& slice) {
+  const OptimizerSlice::Written& to = slice.to;
+  const auto check = [](const char* name, const void* to_data, const void* from, std::size_t size) {
+    PAGODA_REQUIRE((to_data != nullptr) == (from != nullptr),
+                   "states are written elsewhere, all of them or none; {} is {}", name,
+                   from != nullptr ? "not" : "not one of them");
+    check_aligned(name, to_data, size);
+  };
+  const bool is_parameter = !slice.param;
+  check("the master", to.master, is_parameter ? nullptr : slice.master, sizeof(float));
+  check("the rest", to.rest, slice.rest, sizeof(std::int16_t));
+  check("momentum", to.momentum.data, slice.momentum.data, element_size(slice.momentum.type));
+  check("variance", to.variance.data, slice.variance.data, element_size(slice.variance.type));
+  PAGODA_REQUIRE((!to.momentum || to.momentum.type == slice.momentum.type) &&
+                     (!to.variance || to.variance.type == slice.variance.type),
+                 "moments are written elsewhere in another type");
+}
+
 }  // namespace
 
 void check_slice(const OptimizerSlice& slice, const Step& step, Needs needs, bool may_split) {
@@ -43,6 +62,7 @@ void check_slice(const OptimizerSlice& slice, const Step& step, Needs needs, boo
   check_aligned("the master", slice.master, sizeof(float));
   check_aligned("the rest", slice.rest, sizeof(std::int16_t));
   check_aligned("the parameter", slice.param.data, element_size(slice.param.type));
+  if (slice.elsewhere()) check_written(slice);
 }
 
 void check_range(const char* name, double value, double low, double high) {

@@ -125,6 +125,7 @@ TEST(Adam, RefusesWhatMakesNoSense) {
     EXPECT_THROW(adam_step({}, {}, slice), UserError);
   };
   std::int16_t rest[8];
+  Bf16 param[8];
   broken([](OptimizerSlice& s) { s.grad = {}; });
   broken([](OptimizerSlice& s) { s.master = nullptr; });
   broken([](OptimizerSlice& s) { s.momentum = {}; });
@@ -137,6 +138,21 @@ TEST(Adam, RefusesWhatMakesNoSense) {
     s.master = nullptr;
   });
   broken([](OptimizerSlice& s) { s.grad.data = static_cast<const std::byte*>(s.grad.data) + 1; });
+  const auto broken_elsewhere = [&](auto change) {
+    broken([&](OptimizerSlice& s) {
+      s.param = param;
+      s.to = {t.grad.data(), nullptr, t.grad.data(), t.grad.data()};
+      change(s);
+    });
+  };
+  broken_elsewhere([](OptimizerSlice& s) { s.to.master = nullptr; });
+  broken_elsewhere([](OptimizerSlice& s) { s.to.momentum = {}; });
+  broken_elsewhere([](OptimizerSlice& s) { s.to.variance.type = Dtype::BF16; });
+  broken_elsewhere([&](OptimizerSlice& s) { s.to.rest = rest; });
+  broken_elsewhere([](OptimizerSlice& s) { s.param = {}; });  // a master that is the parameter
+  broken_elsewhere([](OptimizerSlice& s) {
+    s.to.variance.data = static_cast<std::byte*>(s.to.variance.data) + 2;
+  });
   OptimizerSlice lion = good;
   EXPECT_THROW(lion_step({}, {}, lion), UserError);  // a variance that it would not use
   lion.variance = {};

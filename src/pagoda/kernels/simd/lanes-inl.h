@@ -89,6 +89,7 @@ HWY_INLINE void store_high(VU a, VU b, void* to) {
   store16(hn::ShiftRight<16>(a), to);
   store16(hn::ShiftRight<16>(b), static_cast<std::uint16_t*>(to) + 1);
 }
+template <bool kStream>
 HWY_INLINE void store_low(VU a, VU b, void* to) {
   store16(hn::And(a, word(0xFFFF)), to);
   store16(hn::And(b, word(0xFFFF)), static_cast<std::uint16_t*>(to) + 1);
@@ -107,8 +108,9 @@ HWY_INLINE void store_high(VU a, VU b, void* to) {
   store_pair<kStream>(hn::ConcatOdd(kPair, hn::BitCast(kPair, b), hn::BitCast(kPair, a)), to);
 }
 /// Stores the lower halves of the lanes of a, then of b.
+template <bool kStream>
 HWY_INLINE void store_low(VU a, VU b, void* to) {
-  store_pair<false>(hn::ConcatEven(kPair, hn::BitCast(kPair, b), hn::BitCast(kPair, a)), to);
+  store_pair<kStream>(hn::ConcatEven(kPair, hn::BitCast(kPair, b), hn::BitCast(kPair, a)), to);
 }
 template <bool kStream>
 HWY_INLINE void store_halves(V16 a, V16 b, void* to) {

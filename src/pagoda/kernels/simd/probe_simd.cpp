@@ -93,6 +93,8 @@ bool probe(const ProbeJob& job) {
          probe_if<0, 1, 2, 2, 0, 0>(job) ||  // … split master
          probe_if<0, 1, 1, 2, 0, 1>(job) ||  // … bf16 moments
          probe_if<0, 1, 0, 4, 0, 0>(job) ||  // … both
+         probe_if<3, 1, 0, 0, 3, 1>(job) ||  // 16-bit gradient and parameter, states elsewhere
+         probe_if<0, 4, 0, 1, 0, 3>(job) ||  // … split master and bf16 moments, elsewhere
          probe_if<0, 1, 2, 0, 0, 1>(job) ||  // lion, sgd with momentum
          probe_if<1, 0, 0, 0, 0, 1>(job) ||  // narrowing cast
          probe_if<0, 1, 0, 0, 1, 0>(job) ||  // widening cast

@@ -15,6 +15,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <type_traits>
 #include <utility>
 
 #include "pagoda/kernels/optimizer_slice.h"
@@ -30,8 +31,11 @@ enum class Moments : std::uint8_t { None, F32, BF16 };
 /// split in the parameter and a rest.
 enum class Output : std::uint8_t { None, BF16, F16, Split };
 
-/// From this many elements on the parameter, which is only written, goes past the caches: a line
-/// need not be read first. Below, it may as well stay for whoever asked.
+/// Where the states are written.
+enum class Place : std::uint8_t { AsRead, Elsewhere };
+
+/// From this many elements on, what is only written goes past the caches: a line need not be read
+/// first. Below, it may as well stay for whoever asked.
 constexpr std::size_t kStreamFrom = 32768;
 
 /// How far ahead lines are asked for. The processor's own prefetcher stops at every 4 KiB.
@@ -48,19 +52,32 @@ struct Arrays {
   std::byte* param;
   std::byte* momentum;
   std::byte* variance;
+  /// Where the states are written: for Place::Elsewhere only, and may be where they are read.
+  struct {
+    float* master;
+    std::uint16_t* rest;
+    std::byte* momentum;
+    std::byte* variance;
+  } to;
+};
+
+/// What goes past the caches. It is aligned to 64 bytes at the first element.
+struct Past {
+  bool param = false;
+  bool states = false;  // with Place::Elsewhere only
 };
 
 /// Elements [begin, end), whole groups, of some arrays; `index` is the place of element 0 in its
-/// parameter. With `stream`, `param` is aligned to 64 bytes at `begin`.
+/// parameter.
 template <class Scalars>
 using GroupsFunction = void (*)(const Scalars&, const Arrays&, std::size_t begin, std::size_t end,
-                                bool stream, RoundingKey key, std::uint32_t index);
+                                Past past, RoundingKey key, std::uint32_t index);
 
-template <class Rule, Dtype kGrad, Moments kMoments, Output kOutput>
+template <class Rule, Dtype kGrad, Moments kMoments, Output kOutput, Place kPlace>
 class StepLoop {
  public:
   static void groups(const typename Rule::Scalars& scalars, const Arrays& arrays, std::size_t begin,
-                     std::size_t end, bool stream, RoundingKey key, std::uint32_t index) {
+                     std::size_t end, Past past, RoundingKey key, std::uint32_t index) {
     // Copies that no store can reach: they stay in registers.
     const Rule rule(scalars);
     const RandomLanes noise(key);
@@ -68,13 +85,14 @@ class StepLoop {
     for (std::size_t i = begin; i < end; i += kGroup) {
       prefetch(a, i + kAhead);
       for (std::size_t j = i; j < i + kGroup; j += 2 * kLanes) {
-        pair(rule, a, j, stream, noise, index + static_cast<std::uint32_t>(j));
+        pair(rule, a, j, past, noise, index + static_cast<std::uint32_t>(j));
       }
     }
   }
 
  private:
   static constexpr bool kSplit = kOutput == Output::Split;
+  static constexpr bool kElsewhere = kPlace == Place::Elsewhere;
   static constexpr std::size_t kGradSize = element_size(kGrad);
   static constexpr std::size_t kMomentSize = kMoments == Moments::BF16 ? 2 : 4;
 
@@ -118,7 +136,7 @@ class StepLoop {
   };
 
   /// Two vectors from element i on; `index` is the first one's place in the parameter.
-  static HWY_INLINE void pair(const Rule& rule, const Arrays& a, std::size_t i, bool stream,
+  static HWY_INLINE void pair(const Rule& rule, const Arrays& a, std::size_t i, Past past,
                               const RandomLanes& noise, std::uint32_t index) {
     Lanes x(rule, a, i);
     Lanes y(rule, a, i + kLanes);
@@ -126,42 +144,62 @@ class StepLoop {
       const Split split_x = split_number(x.p);
       const Split split_y = split_number(y.p);
       store_high<false>(split_x.param, split_y.param, a.param + 2 * i);
-      store_low(split_x.rest, split_y.rest, a.rest + i);
-      store_moments(x, y, split_x.tie, split_y.tie, a, i, noise, index);
+      std::uint16_t* const rest = (kElsewhere ? a.to.rest : a.rest) + i;
+      state(past, [&](auto stream) { store_low<stream>(split_x.rest, split_y.rest, rest); });
+      store_moments(x, y, split_x.tie, split_y.tie, a, i, past, noise, index);
     } else {
-      hn::StoreU(x.p, kF, a.master + i);
-      hn::StoreU(y.p, kF, a.master + i + kLanes);
-      if constexpr (kOutput == Output::BF16) put<Dtype::BF16>(x.p, y.p, a.param + 2 * i, stream);
-      if constexpr (kOutput == Output::F16) put<Dtype::F16>(x.p, y.p, a.param + 2 * i, stream);
-      store_moments(x, y, hn::Zero(kU), hn::Zero(kU), a, i, noise, index);
+      float* const master = (kElsewhere ? a.to.master : a.master) + i;
+      // A master that is the parameter stays where it is, and has just been read.
+      const Past by = kOutput == Output::None ? Past{} : past;
+      state(by, [&](auto stream) { store<Dtype::F32, stream>(x.p, y.p, master); });
+      if constexpr (kOutput == Output::BF16) put<Dtype::BF16>(x.p, y.p, a.param + 2 * i, past);
+      if constexpr (kOutput == Output::F16) put<Dtype::F16>(x.p, y.p, a.param + 2 * i, past);
+      store_moments(x, y, hn::Zero(kU), hn::Zero(kU), a, i, past, noise, index);
     }
+  }
+
+  /// write(stream) stores a state; `stream`, a constant, says whether past the caches.
+  template <class Write>
+  static HWY_INLINE void state(Past past, const Write& write) {
+    if constexpr (kElsewhere) {
+      if (past.states) return write(std::true_type());
+    }
+    write(std::false_type());
   }
 
   /// The ties go to the signs of the variance.
   static HWY_INLINE void store_moments(const Lanes& x, const Lanes& y, VU tie_x, VU tie_y,
-                                       const Arrays& a, std::size_t i, const RandomLanes& noise,
-                                       std::uint32_t index) {
-    if constexpr (kMoments == Moments::F32) {
-      store<Dtype::F32, false>(x.m, y.m, a.momentum + 4 * i);
-      if constexpr (Rule::kHasVariance) {
-        store<Dtype::F32, false>(float_of(hn::Or(bits_of(x.v), tie_x)),
-                                 float_of(hn::Or(bits_of(y.v), tie_y)), a.variance + 4 * i);
-      }
-    } else if constexpr (kMoments == Moments::BF16) {
-      const VU random_x = noise.at(index);
-      const VU random_y = noise.at(index + static_cast<std::uint32_t>(kLanes));
-      store_high<false>(noise.round_by_low(x.m, random_x), noise.round_by_low(y.m, random_y),
-                        a.momentum + 2 * i);
-      if constexpr (Rule::kHasVariance) {
-        store_high<false>(hn::Or(noise.round_by_high(x.v, random_x), tie_x),
-                          hn::Or(noise.round_by_high(y.v, random_y), tie_y), a.variance + 2 * i);
+                                       const Arrays& a, std::size_t i, Past past,
+                                       const RandomLanes& noise, std::uint32_t index) {
+    if constexpr (kMoments != Moments::None) {
+      std::byte* const momentum = (kElsewhere ? a.to.momentum : a.momentum) + kMomentSize * i;
+      std::byte* const variance = (kElsewhere ? a.to.variance : a.variance) + kMomentSize * i;
+      if constexpr (kMoments == Moments::F32) {
+        state(past, [&](auto stream) { store<Dtype::F32, stream>(x.m, y.m, momentum); });
+        if constexpr (Rule::kHasVariance) {
+          const VF signed_x = float_of(hn::Or(bits_of(x.v), tie_x));
+          const VF signed_y = float_of(hn::Or(bits_of(y.v), tie_y));
+          state(past,
+                [&](auto stream) { store<Dtype::F32, stream>(signed_x, signed_y, variance); });
+        }
+      } else {
+        const VU random_x = noise.at(index);
+        const VU random_y = noise.at(index + static_cast<std::uint32_t>(kLanes));
+        const VU m_x = noise.round_by_low(x.m, random_x);
+        const VU m_y = noise.round_by_low(y.m, random_y);
+        state(past, [&](auto stream) { store_high<stream>(m_x, m_y, momentum); });
+        if constexpr (Rule::kHasVariance) {
+          const VU v_x = hn::Or(noise.round_by_high(x.v, random_x), tie_x);
+          const VU v_y = hn::Or(noise.round_by_high(y.v, random_y), tie_y);
+          state(past, [&](auto stream) { store_high<stream>(v_x, v_y, variance); });
+        }
       }
     }
   }
 
   template <Dtype kType>
-  static HWY_INLINE void put(VF a, VF b, std::byte* to, bool stream) {
-    if (stream) {
+  static HWY_INLINE void put(VF a, VF b, std::byte* to, Past past) {
+    if (past.param) {
       store<kType, true, false>(a, b, to);
     } else {
       store<kType, false, false>(a, b, to);
@@ -193,16 +231,33 @@ void partial_group(GroupsFunction<Scalars> groups, const Scalars& scalars,
   copy(param, part.param.data, param_size);
   copy(momentum, part.momentum.data, moment_size);
   copy(variance, part.variance.data, moment_size);
-  const Arrays local = {grad, master, rest, param, momentum, variance};
-  groups(scalars, local, 0, kGroup, false, key, static_cast<std::uint32_t>(part.first_index));
-  copy(part.master, master, sizeof(float));
-  copy(part.rest, rest, sizeof(std::uint16_t));
+  const Arrays local = {
+      grad, master, rest, param, momentum, variance, {master, rest, momentum, variance}};
+  groups(scalars, local, 0, kGroup, {}, key, static_cast<std::uint32_t>(part.first_index));
+  const OptimizerSlice::Written to = part.written();
+  copy(to.master, master, sizeof(float));
+  copy(to.rest, rest, sizeof(std::uint16_t));
   copy(part.param.data, param, param_size);
-  copy(part.momentum.data, momentum, moment_size);
-  copy(part.variance.data, variance, moment_size);
+  copy(to.momentum.data, momentum, moment_size);
+  copy(to.variance.data, variance, moment_size);
 }
 
-/// A whole slice: what precedes the first full line of a streamed parameter, the groups, the rest.
+/// Elements before the first full line of an array; all arrays should have as many.
+inline std::size_t before_line(const void* data, std::size_t size) noexcept {
+  return (64 - reinterpret_cast<std::uintptr_t>(data) % 64) % 64 / size;
+}
+
+/// Whether element i of each of these states starts a line. Absent ones do.
+inline bool all_start_line(const OptimizerSlice::Written& states, std::size_t i) noexcept {
+  const auto starts = [i](const void* data, std::size_t size) {
+    return data == nullptr || (reinterpret_cast<std::uintptr_t>(data) + i * size) % 64 == 0;
+  };
+  return starts(states.master, sizeof(float)) && starts(states.rest, sizeof(std::int16_t)) &&
+         starts(states.momentum.data, element_size(states.momentum.type)) &&
+         starts(states.variance.data, element_size(states.variance.type));
+}
+
+/// A whole slice: what precedes the first full line of what is only written, the groups, the rest.
 template <class Scalars>
 void walk(GroupsFunction<Scalars> groups, const Scalars& scalars, const OptimizerSlice& slice,
           RoundingKey key) {
@@ -212,43 +267,56 @@ void walk(GroupsFunction<Scalars> groups, const Scalars& scalars, const Optimize
       OptimizerSlice part = slice.part(begin, std::min(slice.count, begin + kCopyStretch));
       void* copy = std::exchange(part.param.data, nullptr);
       walk(groups, scalars, part, key);
-      std::memcpy(copy, part.master, part.count * sizeof(float));
+      std::memcpy(copy, part.written().master, part.count * sizeof(float));
     }
     return;
   }
+  const OptimizerSlice::Written to = slice.written();
   const Arrays a = {
-      static_cast<const std::byte*>(slice.grad.data), slice.master,
-      reinterpret_cast<std::uint16_t*>(slice.rest),   static_cast<std::byte*>(slice.param.data),
-      static_cast<std::byte*>(slice.momentum.data),   static_cast<std::byte*>(slice.variance.data)};
-  const bool write_only = slice.param && slice.rest == nullptr;
-  const bool stream = write_only && slice.count >= kStreamFrom;
+      static_cast<const std::byte*>(slice.grad.data),
+      slice.master,
+      reinterpret_cast<std::uint16_t*>(slice.rest),
+      static_cast<std::byte*>(slice.param.data),
+      static_cast<std::byte*>(slice.momentum.data),
+      static_cast<std::byte*>(slice.variance.data),
+      {to.master, reinterpret_cast<std::uint16_t*>(to.rest),
+       static_cast<std::byte*>(to.momentum.data), static_cast<std::byte*>(to.variance.data)}};
+  const bool is_long = slice.count >= kStreamFrom;
+  Past past;
+  past.param = is_long && slice.param && slice.rest == nullptr;
   std::size_t i = 0;
-  if (stream) {
-    const std::size_t past_line = reinterpret_cast<std::uintptr_t>(a.param) % 64;
-    i = (64 - past_line) % 64 / element_size(slice.param.type);
-    if (i > 0) partial_group(groups, scalars, slice, 0, i, key);
+  if (past.param) {
+    i = before_line(a.param, element_size(slice.param.type));
+  } else if (is_long && slice.elsewhere()) {
+    i = before_line(to.momentum.data, element_size(to.momentum.type));
   }
+  past.states = is_long && slice.elsewhere() && all_start_line(slice.to, i);
+  if (i > 0) partial_group(groups, scalars, slice, 0, i, key);
   const std::size_t end = i + (slice.count - i) / kGroup * kGroup;
-  groups(scalars, a, i, end, stream, key, static_cast<std::uint32_t>(slice.first_index));
+  groups(scalars, a, i, end, past, key, static_cast<std::uint32_t>(slice.first_index));
   if (end < slice.count) partial_group(groups, scalars, slice, end, slice.count - end, key);
-  if (stream) hwy::FlushStream();
+  if (past.param || past.states) hwy::FlushStream();
+}
+
+template <class Rule, Dtype kGrad, Moments kMoments, Output kOutput>
+GroupsFunction<typename Rule::Scalars> groups_for_place(const OptimizerSlice& slice) {
+  return slice.elsewhere() ? StepLoop<Rule, kGrad, kMoments, kOutput, Place::Elsewhere>::groups
+                           : StepLoop<Rule, kGrad, kMoments, kOutput, Place::AsRead>::groups;
 }
 
 template <class Rule, Dtype kGrad, Moments kMoments>
 GroupsFunction<typename Rule::Scalars> groups_for_output(const OptimizerSlice& slice) {
   if constexpr (Rule::kHasVariance) {
-    if (slice.rest != nullptr) return StepLoop<Rule, kGrad, kMoments, Output::Split>::groups;
+    if (slice.rest != nullptr) {
+      return groups_for_place<Rule, kGrad, kMoments, Output::Split>(slice);
+    }
   }
-  if (!slice.param) return StepLoop<Rule, kGrad, kMoments, Output::None>::groups;
-  switch (slice.param.type) {
-    case Dtype::F32:
-      break;  // walk() copies it
-    case Dtype::BF16:
-      return StepLoop<Rule, kGrad, kMoments, Output::BF16>::groups;
-    case Dtype::F16:
-      return StepLoop<Rule, kGrad, kMoments, Output::F16>::groups;
+  if (!slice.param || slice.param.type == Dtype::F32) {  // a copy in fp32 is made by walk()
+    return groups_for_place<Rule, kGrad, kMoments, Output::None>(slice);
   }
-  return StepLoop<Rule, kGrad, kMoments, Output::None>::groups;
+  return slice.param.type == Dtype::BF16
+             ? groups_for_place<Rule, kGrad, kMoments, Output::BF16>(slice)
+             : groups_for_place<Rule, kGrad, kMoments, Output::F16>(slice);
 }
 
 /// The loop for the types of the slice.
