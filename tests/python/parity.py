@@ -105,6 +105,23 @@ def train_attached(engine: pagoda.Engine, model: torch.nn.Module, loss: Loss,
     return run
 
 
+def check_clipping_ahead(make: Make, loss: Loss, config: dict[str, Any]) -> None:
+    """Updates that begin before the norm is known change nothing: neither those of the second step,
+    nor those of the third, which clips."""
+    runs = []
+    for ahead in (False, True):
+        engine = pagoda.Engine(**config, clip=1.0, clip_ahead=ahead)
+        torch.manual_seed(0)
+        with engine.build():
+            model = make()
+        runs.append(train_attached(engine, model,
+                                   lambda m, step: loss(m, step) * (1e-3, 1e-3, 1e3)[step]))
+        updates = engine.stats()["updates"]
+        assert (updates["early"] > updates["undone"] > 0) == ahead
+        engine.close()
+    assert_equal(*runs)
+
+
 def train_paged(make: Make, loss: Loss, config: dict[str, Any]) -> Run:
     engine = pagoda.Engine(**config)
     torch.manual_seed(0)

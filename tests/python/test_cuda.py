@@ -54,6 +54,16 @@ def test_parity(name: str, place: str, tmp_path: Path) -> None:
     parity.assert_equal(plain, parity.train_attached(engine, model, specimen.loss, around))
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3_tied"])
+@pytest.mark.parametrize("short", [False, True])
+def test_clipping_ahead_is_clipping(name: str, short: bool) -> None:
+    specimen = zoo.ZOO[name]
+    config = parity.config_below_a_third(specimen.make, device="cuda")
+    if short:
+        config |= {"moments": "bf16", "master": "split"}
+    parity.check_clipping_ahead(specimen.make, specimen.loss, config)
+
+
 def test_activations_free_the_device() -> None:
     engine = pagoda.Engine(device="cuda", device_budget="64MiB")
     x = torch.randn(4 << 20, requires_grad=True)

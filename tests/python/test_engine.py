@@ -170,6 +170,16 @@ def test_clip_is_torchs() -> None:
         torch.testing.assert_close(mine, other.detach())
 
 
+@pytest.mark.parametrize("name", ["gpt2", "qwen3_tied"])
+@pytest.mark.parametrize("short", [False, True])
+def test_clipping_ahead_is_clipping(name: str, short: bool) -> None:
+    specimen = ZOO[name]
+    config = parity.config_below_a_third(specimen.make)
+    if short:
+        config |= {"moments": "bf16", "master": "split"}
+    parity.check_clipping_ahead(specimen.make, specimen.loss, config)
+
+
 # The optimizer.
 
 

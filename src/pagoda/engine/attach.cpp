@@ -140,6 +140,7 @@ void Runtime::attach(const std::vector<Page*>& pages, std::vector<TrainedSpec> s
                            pager::tag::kOptimizer, page->page->name);
       updater_->add(*page, rule);
     }
+    if (early_mode() == EarlyUpdates::Mode::OnTrust) make_room_to_undo();
     if (!alone()) control_->barrier();  // from here on others may pull
     left_free_ = {};                    // what was left is for activations now
     trace_.stepped(steps_);
@@ -151,6 +152,34 @@ void Runtime::attach(const std::vector<Page*>& pages, std::vector<TrainedSpec> s
     forget_trained();
     fail_and_throw();
   }
+}
+
+/// As far as the host has it: where states, or what it takes to go back to them, lie elsewhere,
+/// updates wait for step().
+void Runtime::make_room_to_undo() {
+  std::size_t without = 0;
+  for (const auto& page : trained_) {
+    const auto layout = updater_->layout(*page, groups_[page->parameters[0].group]);
+    const optim::Updater::UndoBytes bytes = optim::Updater::undo_bytes(*page, layout);
+    const auto on_host = [&](Bytes count) {
+      return tiers_->allocate(count, PagerPlacement::Host, pager::tag::kUndo, page->page->name);
+    };
+    const auto in_place = [&](const pager::Home& home) { return tiers_->in_place(home); };
+    page->can_be_undone = page->one_parameter() && in_place(page->state) &&
+                          in_place(page->gradient) && in_place(page->page->home);
+    if (page->can_be_undone) {
+      page->spare = on_host(bytes.state);
+      page->before = on_host(bytes.parameters);
+      page->can_be_undone = in_place(page->spare) && in_place(page->before);
+    }
+    if (page->can_be_undone) continue;
+    page->spare = {};
+    page->before = {};
+    ++without;
+  }
+  if (without == 0) return;
+  log::warn("engine", "clip_ahead: some updates wait for step(), for they could not be undone",
+            {{"pages", without}, {"of", trained_.size()}});
 }
 
 void Runtime::forget_trained() {
@@ -173,6 +202,7 @@ void Runtime::check_fit(const std::vector<Page*>& pages) {
   Need parameters{"parameters", pager_placement(config_.parameters)};
   Need gradients{"gradients", pager_placement(config_.gradients)};
   Need states{"optimizer", pager_placement(config_.optimizer)};
+  Need undo{"what clip_ahead keeps", PagerPlacement::Auto};
   Bytes held = 0;  // homes that pages have now and that count as free
   Bytes held_nvme = 0;
   const Page* largest = nullptr;
@@ -193,7 +223,13 @@ void Runtime::check_fit(const std::vector<Page*>& pages) {
                         "parameters that share the storage '{}' need one kind of optimizer",
                         page->page->name);
     }
-    states.add(updater_->layout(*page, rule).bytes(page->updated.size()));
+    const optim::StateLayout layout = updater_->layout(*page, rule);
+    states.add(layout.bytes(page->updated.size()));
+    if (early_mode() == EarlyUpdates::Mode::OnTrust && config_.optimizer != Placement::Nvme) {
+      const optim::Updater::UndoBytes bytes = optim::Updater::undo_bytes(*page, layout);
+      undo.add(bytes.state);
+      undo.add(bytes.parameters);
+    }
     PAGODA_REQUIRE_LE(page->page->bytes(), tiers_->gradient_staging(),
                       "the gradient of '{}' ({}) does not fit into the part of the device budget "
                       "that gradients may take ({}); raise device_budget or gradient_staging",
@@ -208,6 +244,7 @@ void Runtime::check_fit(const std::vector<Page*>& pages) {
         largest->name, format_bytes(largest->bytes()), format_bytes(arena.capacity)));
   }
   std::vector<Need> needs = {parameters, gradients, states};
+  if (undo.bytes > 0) needs.push_back(undo);
   if (!alone() && largest != nullptr) {
     // A gradient that comes before its turn waits on the host (Reducer::park): there is room for
     // two.
@@ -218,8 +255,9 @@ void Runtime::check_fit(const std::vector<Page*>& pages) {
       {tiers_->budget(Tier::Host).limit(), tiers_->budget(Tier::Host).available() + held},
       {tiers_->budget(Tier::Nvme).limit(), tiers_->budget(Tier::Nvme).available() + held_nvme},
       tiers_->swap() != nullptr);
-  for (const auto& [need, tag] : {std::pair{&gradients, pager::tag::kGradients},
-                                  std::pair{&states, pager::tag::kOptimizer}}) {
+  for (const auto& [need, tag] :
+       {std::pair{&gradients, pager::tag::kGradients}, std::pair{&states, pager::tag::kOptimizer},
+        std::pair{&undo, pager::tag::kUndo}}) {
     const bool on_host =
         need->placement != PagerPlacement::Nvme && need->placement != PagerPlacement::Device;
     if (on_host) tiers_->host().expect(tag, need->blocks);

@@ -58,6 +58,7 @@ struct Config {
   GradientType gradient_dtype = GradientType::Parameter;
   Reduction reduction = Reduction::Mean;
   double clip = 0;
+  bool clip_ahead = false;
   LossScale loss_scale;
   double loss_scale_initial = 65536;
   double loss_scale_minimum = 1;

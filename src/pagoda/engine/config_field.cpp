@@ -229,6 +229,10 @@ std::vector<ConfigField> make_fields() {
              Words<Reduction>{{Reduction::Mean, "mean"}, {Reduction::Sum, "sum"}},
              "How the gradients of ranks become one; those of micro-batches are added up"),
       real(PAGODA_FIELD(clip), true, "Largest norm of all gradients together; 0: no clipping"),
+      truth(
+          PAGODA_FIELD(clip_ahead),
+          "Let updates begin before the norm is known if the last step did not clip, and undo them "
+          "exactly if this one does; takes host memory for the optimizer's state once more"),
       loss_scale(PAGODA_FIELD(loss_scale),
                  "What the loss is multiplied by; dynamic follows overflows (for fp16)"),
       real(PAGODA_FIELD(loss_scale_initial), false, "Where a dynamic loss scale starts"),
@@ -243,10 +247,9 @@ std::vector<ConfigField> make_fields() {
              "The type of the optimizer's moments"),
       whole(PAGODA_FIELD(seed), std::uint64_t{0}, std::numeric_limits<std::uint64_t>::max(),
             "Of stochastic rounding"),
-      truth(
-          PAGODA_FIELD(early_updates),
-          "Let updates begin during the last backward pass of a step, where nothing global (clip, "
-          "loss_scale) is needed"),
+      truth(PAGODA_FIELD(early_updates),
+            "Let updates begin during the last backward pass of a step, where nothing global "
+            "(loss_scale, clip without clip_ahead) is needed"),
       truth(PAGODA_FIELD(checksums), "Verify what comes back from files"),
       choice(PAGODA_FIELD(io_engine),
              Words<io::EngineChoice>{{io::EngineChoice::Auto, "auto"},

@@ -11,20 +11,20 @@ namespace pagoda::engine {
 
 using optim::TrainedPage;
 
-EarlyUpdates::EarlyUpdates(pager::Pager& pager, optim::Updater& updater, bool enabled,
+EarlyUpdates::EarlyUpdates(pager::Pager& pager, optim::Updater& updater, Mode mode,
                            Beginning beginning)
-    : pager_(pager), updater_(updater), beginning_(std::move(beginning)), enabled_(enabled) {}
+    : pager_(pager), updater_(updater), beginning_(std::move(beginning)), mode_(mode) {}
 
-void EarlyUpdates::enable(bool enabled) {
+void EarlyUpdates::set_mode(Mode mode) {
   const std::lock_guard lock(mutex_);
-  enabled_ = enabled;
+  mode_ = mode;
 }
 
 void EarlyUpdates::backward_begins(bool last, const std::vector<Optimizer>& rules) {
   forbid("another backward()");
   const std::lock_guard lock(mutex_);
   pass_ = last ? Pass::LastOpen : Pass::Open;
-  if (last && enabled_) {
+  if (last && mode_ != Mode::Never) {
     scalars_ = std::make_shared<const optim::StepScalars>(optim::StepScalars{1, rules});
   }
 }
@@ -32,7 +32,7 @@ void EarlyUpdates::backward_begins(bool last, const std::vector<Optimizer>& rule
 void EarlyUpdates::gradient_comes(TrainedPage& page) {
   {
     const std::lock_guard lock(mutex_);
-    if (!enabled_) return;
+    if (mode_ == Mode::Never) return;
     if (pass_ == Pass::LastOpen) {
       if (page.first_gradient == 0) page.first_gradient = step_;
       pager_.gradient_gone(*page.page);
@@ -46,13 +46,13 @@ void EarlyUpdates::backward_ends(std::span<const std::unique_ptr<TrainedPage>> a
   const std::lock_guard lock(mutex_);
   if (pass_ != Pass::LastOpen) return;
   pass_ = Pass::LastOver;
-  if (!enabled_) return;
+  if (mode_ == Mode::Never) return;
   for (const auto& page : all) pager_.gradient_gone(*page->page);
 }
 
 void EarlyUpdates::forbid(std::string_view what) {
   std::unique_lock lock(mutex_);
-  if (pass_ != Pass::LastOver || !enabled_) return;
+  if (pass_ != Pass::LastOver || mode_ == Mode::Never) return;
   answered_.wait(lock, [&] { return asked_ == 0 || failed_; });
   if (begun_ > 0) {
     throw UserError(fmt::format(
@@ -61,7 +61,7 @@ void EarlyUpdates::forbid(std::string_view what) {
         "before the last of them, or set early_updates to false",
         what));
   }
-  enabled_ = false;
+  mode_ = Mode::Never;
   log::info("engine", "updates begin in step() from now on: something came between backward and it",
             {{"what", std::string(what)}});
 }
@@ -74,12 +74,13 @@ void EarlyUpdates::fail() noexcept {
 
 void EarlyUpdates::no_more_backward(const std::vector<Optimizer>& rules) {
   const std::lock_guard lock(mutex_);
-  if (!enabled_ || pass_ == Pass::LastOver) return;
+  if (mode_ == Mode::Never || pass_ == Pass::LastOver) return;
   scalars_ = std::make_shared<const optim::StepScalars>(optim::StepScalars{1, rules});
 }
 
-void EarlyUpdates::step_begins(std::span<const std::unique_ptr<TrainedPage>> all) {
+void EarlyUpdates::step_begins(std::span<const std::unique_ptr<TrainedPage>> all, bool clipped) {
   const std::lock_guard lock(mutex_);
+  trusted_ = !clipped;
   pass_ = Pass::None;
   begun_ = 0;
   ++step_;
@@ -91,19 +92,26 @@ void EarlyUpdates::step_begins(std::span<const std::unique_ptr<TrainedPage>> all
 
 bool EarlyUpdates::ask(TrainedPage& page, bool gave) {
   const std::lock_guard lock(mutex_);
-  if (!enabled_ || step_ == 1) return false;
+  if (mode_ == Mode::Never || step_ == 1) return false;
+  if (mode_ == Mode::OnTrust && !(trusted_ && page.can_be_undone)) return false;
   // A page that has not been through a step yet may be one that is looked at after its gradient.
   if (gave && (page.first_gradient == 0 || page.first_gradient == step_)) return false;
   if (!pager_.ask_early(*page.page)) return false;
+  if (mode_ == Mode::OnTrust && page.state_blank) {  // there is nothing to go back to
+    pager_.answer_early(*page.page, false);
+    return false;
+  }
   ++asked_;
   return true;
 }
 
 void EarlyUpdates::answer(TrainedPage& page, bool yes) {
   std::shared_ptr<const optim::StepScalars> scalars;
+  bool on_trust = false;
   {
     const std::lock_guard lock(mutex_);
     scalars = scalars_;
+    on_trust = mode_ == Mode::OnTrust;
     --asked_;
     if (yes) ++begun_;
     answered_.notify_all();
@@ -117,7 +125,7 @@ void EarlyUpdates::answer(TrainedPage& page, bool yes) {
   pager::Page* const owing = page.page;
   pager_.owe({&owing, 1});
   TrainedPage* const begins = &page;
-  updater_.start({&begins, 1}, std::move(scalars));
+  updater_.start({&begins, 1}, std::move(scalars), on_trust);
 }
 
 }  // namespace pagoda::engine

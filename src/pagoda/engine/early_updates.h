@@ -20,7 +20,8 @@ namespace pagoda::engine {
 /// Updates that begin during the last backward pass before a step.
 ///
 /// Where nothing global is needed, a page whose gradient is complete can be updated at once, if
-/// nobody looks at it any more before step(). Whether somebody does is learnt from the steps
+/// nobody looks at it any more before step(); where the global norm is, on trust that it will not
+/// clip, and step() undoes it if it does. Whether somebody looks is learnt from the steps
 /// before; a page or a habit of the user's that would see the difference is left to step() from
 /// then on, and one that shows only after an update has begun is an error ("During backward" in
 /// docs/notes/lazy-updates.md). All ranks decide alike: each asks here, and one no is enough.
@@ -29,10 +30,13 @@ class EarlyUpdates {
   /// Called when a page's update is about to begin, on the gradients' thread.
   using Beginning = std::function<void(optim::TrainedPage&)>;
 
-  EarlyUpdates(pager::Pager& pager, optim::Updater& updater, bool enabled, Beginning beginning);
+  /// Whether, and how, updates begin early.
+  enum class Mode : std::uint8_t { Never, Always, OnTrust };
 
-  /// Before the first pass: whether there is anything global.
-  void enable(bool enabled);
+  EarlyUpdates(pager::Pager& pager, optim::Updater& updater, Mode mode, Beginning beginning);
+
+  /// Before the first pass.
+  void set_mode(Mode mode);
   /// A backward pass begins; `last`: of its step. With these rules the updates are made.
   void backward_begins(bool last, const std::vector<Optimizer>& rules);
   /// A gradient of the pass is about to be handed over.
@@ -47,8 +51,9 @@ class EarlyUpdates {
   void fail() noexcept;
   /// step() waits for gradients: where this rank had no last pass, updates are made with these.
   void no_more_backward(const std::vector<Optimizer>& rules);
-  /// step() takes over, with all gradients there.
-  void step_begins(std::span<const std::unique_ptr<optim::TrainedPage>> all);
+  /// step() takes over, with all gradients there. `clipped`: it does not take them as they are, so
+  /// the next is not trusted to.
+  void step_begins(std::span<const std::unique_ptr<optim::TrainedPage>> all, bool clipped);
 
   /// May the page be updated now? If yes, nobody may touch it until answer(). `gave`: this rank has
   /// a gradient of it in the pass, which is its last. The gradients' thread.
@@ -66,7 +71,8 @@ class EarlyUpdates {
 
   std::mutex mutex_;
   std::condition_variable answered_;
-  bool enabled_;                                       // guarded by mutex_
+  Mode mode_;                                          // guarded by mutex_
+  bool trusted_ = false;                               // guarded by mutex_: the last did not clip
   Pass pass_ = Pass::None;                             // guarded by mutex_
   std::uint64_t step_ = 1;                             // guarded by mutex_: the one to come
   std::uint64_t asked_ = 0;                            // guarded by mutex_: no answer yet

@@ -148,9 +148,8 @@ Runtime::Runtime(const Config& config, std::shared_ptr<comm::World> world)
       fail(std::make_exception_ptr(EngineError(std::move(reason))));
     });
   }
-  const bool nothing_global = config_.clip == 0 && !scales_loss();
-  early_ = std::make_unique<EarlyUpdates>(
-      *pager_, *updater_, config_.early_updates && nothing_global, [this](TrainedPage& page) {
+  early_ =
+      std::make_unique<EarlyUpdates>(*pager_, *updater_, early_mode(), [this](TrainedPage& page) {
         TrainedPage* const one = &page;
         if (config_.zero == 0 && !alone()) {
           gather_gradients({&one, 1}, *tiers_, pager_->slicing(), config_.bucket, *reduce_group_);
@@ -359,7 +358,14 @@ void Runtime::set_clip(double clip) {
   changed.validate();
   config_.clip = clip;
   gradients_->keep_squares(clip > 0 || scales_loss());
-  early_->enable(config_.early_updates && clip == 0 && !scales_loss());
+  early_->set_mode(early_mode());
+}
+
+EarlyUpdates::Mode Runtime::early_mode() const noexcept {
+  using Mode = EarlyUpdates::Mode;
+  if (!config_.early_updates || scales_loss()) return Mode::Never;
+  if (config_.clip == 0) return Mode::Always;
+  return config_.clip_ahead ? Mode::OnTrust : Mode::Never;
 }
 
 void Runtime::settle() {
@@ -434,6 +440,7 @@ StepResult Runtime::step_together(bool leaving, bool& all_leaving,
 
     StepResult result;
     double factor = 1 / scale_.scale();
+    bool clipped = false;
     bool finite = true;
     if (config_.clip > 0 || scales_loss()) {
       const double norm =
@@ -442,7 +449,8 @@ StepResult Runtime::step_together(bool leaving, bool& all_leaving,
       result.norm = norm;
       if (config_.clip > 0 && finite) {
         const double clipping = config_.clip / (norm + 1e-6);
-        if (clipping < 1) factor *= clipping;
+        clipped = clipping < 1;
+        if (clipped) factor *= clipping;
       }
     }
     const bool skips = scales_loss() && !finite;
@@ -452,10 +460,12 @@ StepResult Runtime::step_together(bool leaving, bool& all_leaving,
     if (!alone()) agree_on_order();
     if (skips) {
       for (TrainedPage* page : pages) optim::Gradients::clear(*page);
-      early_->step_begins(trained_);
+      early_->step_begins(trained_, clipped);
       result.step = steps_;
       return result;
     }
+    std::vector<TrainedPage*> given_up;
+    if (clipped) given_up = give_up_early(pages);
     std::vector<TrainedPage*> starting;  // the others have begun
     std::copy_if(pages.begin(), pages.end(), std::back_inserter(starting),
                  [](const TrainedPage* page) { return !page->begun; });
@@ -469,9 +479,10 @@ StepResult Runtime::step_together(bool leaving, bool& all_leaving,
       owing.push_back(page->page);
     }
     pager_->owe(owing);
+    updater_->undo(given_up);
     updater_->start(
         starting, std::make_shared<const optim::StepScalars>(optim::StepScalars{factor, groups_}));
-    early_->step_begins(trained_);
+    early_->step_begins(trained_, clipped);
     for (TrainedPage* page : pages) {
       optim::Gradients::clear(*page);
       bumped(*page->page);
@@ -481,6 +492,24 @@ StepResult Runtime::step_together(bool leaving, bool& all_leaving,
   } catch (...) {
     fail_and_throw();
   }
+}
+
+/// Updates that have begun, on trust that nothing would be clipped, have to be made again: those of
+/// `pages` that are to be undone first. The same on all ranks.
+std::vector<TrainedPage*> Runtime::give_up_early(std::span<TrainedPage* const> pages) {
+  std::vector<TrainedPage*> out;
+  std::copy_if(pages.begin(), pages.end(), std::back_inserter(out),
+               [](const TrainedPage* page) { return page->begun; });
+  if (out.empty()) return out;
+  PAGODA_TRACE("engine", "give up early updates", {"pages", out.size()});
+  updater_->give_up(out);
+  for (TrainedPage* page : out) {
+    pager_->await_version(*page->page);
+    page->begun = false;
+  }
+  // No rank reads what is undone next.
+  if (!alone()) control_->barrier();
+  return out;
 }
 
 /// What user code has written goes to the homes: updates start from those. `slices`: on some rank,

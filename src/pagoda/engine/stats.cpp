@@ -50,7 +50,8 @@ std::string Stats::table() const {
   out += "updates\n";
   line(out, "elements", fmt::format("{}", updates.elements));
   line(out, "pages",
-       fmt::format("{}, {} of them begun during backward", updates.pages, updates.early));
+       fmt::format("{}, {} of them begun during backward, {} undone", updates.pages, updates.early,
+                   updates.undone));
   line(out, "time",
        fmt::format("{:.1f} ms in kernels, {:.1f} ms waiting for state", milliseconds(updates.busy),
                    milliseconds(updates.waited_io)));

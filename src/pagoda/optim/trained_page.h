@@ -46,6 +46,12 @@ struct TrainedPage {
   /// Master and moments of `updated`, as StateLayout says. Blank before the first update.
   pager::Home state;
   bool state_blank = true;  // the updater's
+  /// What an update that can be undone needs (Updater::start): where it writes master and moments,
+  /// after which this and `state` change places, and a copy of parameters that are part of the
+  /// master.
+  bool can_be_undone = false;
+  pager::Home spare;
+  pager::Home before;
   /// Sums of squares of each block of `reduced`, when norms are kept: the gradients' thread.
   std::vector<double> squares;
   /// Its update of the coming step has begun: the gradients' thread, and step() in between.
@@ -58,6 +64,10 @@ struct TrainedPage {
   bool filled() const noexcept {
     return std::any_of(parameters.begin(), parameters.end(),
                        [](const TrainedParameter& parameter) { return parameter.filled; });
+  }
+  /// Whether it is one parameter from end to end, as nearly all are.
+  bool one_parameter() const noexcept {
+    return segments.size() == 1 && parameters.size() == 1 && segments[0].range.size() == elements();
   }
   Bytes gradient_bytes() const noexcept {
     return gradient_range.size() * kernels::element_size(gradient_dtype);

@@ -20,6 +20,14 @@ std::uint64_t rounding_seed(std::uint64_t seed, std::uint32_t parameter) {
   return kernels::mix64(kernels::mix64(seed) ^ parameter);
 }
 
+/// On this thread and the pool's.
+void copy(std::span<const std::byte> from, std::byte* to, ThreadPool& pool) {
+  constexpr std::size_t kPiece = 1U << 18;  // bytes
+  pool.parallel_for(0, from.size(), kPiece, [&](std::size_t begin, std::size_t end) {
+    std::memcpy(to + begin, from.data() + begin, end - begin);
+  });
+}
+
 }  // namespace
 
 UpdateChunk::Array UpdateChunk::place(const pager::Home& home, Bytes offset, Bytes bytes,
@@ -45,11 +53,11 @@ Bytes UpdateChunk::read(const Array& array) {
 /// Where it is part of the master, or is not written in full.
 bool UpdateChunk::reads_parameter() const noexcept {
   return layout_->master != StateLayout::Master::Whole || page_->state_blank ||
-         page_->segments.size() != 1 || page_->parameters.size() != 1 ||
-         page_->segments[0].range.size() != page_->elements();
+         !page_->one_parameter();
 }
 
-Bytes UpdateChunk::begin(const TrainedPage& page, const StateLayout& layout, std::uint64_t chunk) {
+Bytes UpdateChunk::begin(const TrainedPage& page, const StateLayout& layout, std::uint64_t chunk,
+                         bool to_spare) {
   page_ = &page;
   layout_ = &layout;
   elements_ = chunk_elements(page, layout, chunk);
@@ -58,6 +66,7 @@ Bytes UpdateChunk::begin(const TrainedPage& page, const StateLayout& layout, std
   const Bytes size = page.page->element_size;
   std::byte* free = buffer_.data();
   state_ = place(page.state, layout.begin(chunk), layout.offsets(count).end, free);
+  written_ = to_spare ? const_cast<std::byte*>(page.spare.data()) + layout.begin(chunk) : nullptr;
   gradient_ = place(page.gradient, (elements_.begin - page.gradient_range.begin) * grad_size,
                     count * grad_size, free);
   parameter_ = place(page.page->home, (elements_.begin - page.page->home_range.begin) * size,
@@ -96,12 +105,22 @@ void UpdateChunk::fill_blank(ThreadPool& pool) {
   }
 }
 
+void UpdateChunk::keep_parameters(ThreadPool& pool) {
+  if (layout_->master == StateLayout::Master::Whole) return;  // they are made from it
+  const Bytes offset = (elements_.begin - page_->updated.begin) * page_->page->element_size;
+  auto* to = const_cast<std::byte*>(page_->before.data()) + offset;
+  copy(parameter_.memory, to, pool);
+}
+
 void UpdateChunk::apply(std::span<const pager::Range> wanted, const StepScalars& step,
                         std::uint64_t seed, ThreadPool& pool) {
   const StateLayout::Offsets at = layout_->offsets(elements_.size());
   std::byte* state = state_.memory.data();
-  const Elements momentum{layout_->moments, layout_->momentum ? state + at.momentum : nullptr};
-  const Elements variance{layout_->moments, layout_->variance ? state + at.variance : nullptr};
+  const auto moment = [&](std::byte* states, bool exists, Bytes offset) {
+    return Elements{layout_->moments, exists && states != nullptr ? states + offset : nullptr};
+  };
+  const Elements momentum = moment(state, layout_->momentum, at.momentum);
+  const Elements variance = moment(state, layout_->variance, at.variance);
   std::vector<kernels::OptimizerSlice> slices;
   for (const Segment& segment : page_->segments) {
     const TrainedParameter& parameter = page_->parameters[segment.parameter];
@@ -123,15 +142,19 @@ void UpdateChunk::apply(std::span<const pager::Range> wanted, const StepScalars&
           break;
         case StateLayout::Master::Whole:
           slice.master = reinterpret_cast<float*>(state) + skip;
+          if (written_ != nullptr) slice.to.master = reinterpret_cast<float*>(written_) + skip;
           slice.param = values;
           break;
         case StateLayout::Master::Split:
           slice.rest = reinterpret_cast<std::int16_t*>(state) + skip;
+          if (written_ != nullptr) slice.to.rest = reinterpret_cast<std::int16_t*>(written_) + skip;
           slice.param = values;
           break;
       }
       slice.momentum = momentum.from(skip);
       slice.variance = variance.from(skip);
+      slice.to.momentum = moment(written_, layout_->momentum, at.momentum).from(skip);
+      slice.to.variance = moment(written_, layout_->variance, at.variance).from(skip);
     }
     const kernels::Step now{parameter.updates + 1, step.grad_scale,
                             rounding_seed(seed, parameter.index)};
@@ -152,6 +175,15 @@ Bytes UpdateChunk::write() {
     }
   }
   return to_disk;
+}
+
+void put_back_parameters(TrainedPage& page, const StateLayout& layout, std::uint64_t chunks,
+                         ThreadPool& pool) {
+  if (layout.master == StateLayout::Master::Whole) return;
+  const Bytes size = page.page->element_size;
+  const std::uint64_t count = std::min(chunks * layout.chunk, page.updated.size());
+  const Bytes offset = (page.updated.begin - page.page->home_range.begin) * size;
+  copy({page.before.data(), count * size}, page.page->home.data() + offset, pool);
 }
 
 void follow_parameters(pager::Tiers& tiers, TrainedPage& page, const StateLayout& layout,

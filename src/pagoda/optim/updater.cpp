@@ -56,6 +56,9 @@ struct Updater::Record {
   std::shared_ptr<const StepScalars> step;  // of the update under way
   bool in_place = false;                    // nothing of it passes through buffers
   std::uint64_t computed = 0;               // chunks of the update under way: the thread's
+  bool on_trust = false;                    // the update under way, or the last, can be undone
+  bool given_up = false;                    // …and its rest is left out; guarded by mutex_
+  std::uint64_t applied = 0;                // chunks of it that were not; the thread's
   /// Elements that go before the others of their page, in ascending order.
   std::vector<pager::Range> asked;  // guarded by mutex_
   std::vector<pager::Range> made;   // the thread's, which writes it under mutex_
@@ -124,6 +127,15 @@ StateLayout Updater::layout(const TrainedPage& page, const Optimizer& optimizer)
   return out;
 }
 
+Updater::UndoBytes Updater::undo_bytes(const TrainedPage& page,
+                                       const StateLayout& layout) noexcept {
+  // What an update leaves out would have to be copied.
+  if (!page.one_parameter()) return {};
+  const std::uint64_t count = page.updated.size();
+  const bool made_from_master = layout.master == StateLayout::Master::Whole;
+  return {layout.bytes(count), made_from_master ? 0 : count * page.page->element_size};
+}
+
 /// Bytes of an element that pass through buffers.
 Bytes Updater::buffered_bytes(const TrainedPage& page, const StateLayout& layout) const {
   const pager::Tiers& tiers = pager_.tiers();
@@ -160,20 +172,57 @@ void Updater::remove(TrainedPage& page) {
   records_.erase(page.page);
 }
 
-void Updater::start(std::span<TrainedPage* const> order,
-                    std::shared_ptr<const StepScalars> scalars) {
+void Updater::start(std::span<TrainedPage* const> order, std::shared_ptr<const StepScalars> scalars,
+                    bool on_trust) {
   const std::lock_guard lock(mutex_);
   for (TrainedPage* page : order) {
     Record& record = *records_.at(page->page);
     PAGODA_CHECK_EQ(record.done, record.target, "a page owes two updates at once (page {})",
                     page->page->name);
+    PAGODA_CHECK(!on_trust || (page->can_be_undone && record.in_place && !page->state_blank));
     ++record.target;
     record.step = scalars;
+    record.on_trust = on_trust;
+    record.given_up = false;
+    record.applied = 0;
     if (page->begun) ++stats_.early;
     queue_.insert(std::upper_bound(queue_.begin(), queue_.end(), &record, sooner), &record);
     ++owed_;
   }
   changed_.notify_all();
+}
+
+void Updater::give_up(std::span<TrainedPage* const> pages) {
+  std::unique_lock lock(mutex_);
+  for (const TrainedPage* page : pages) {
+    Record& record = *records_.at(page->page);
+    PAGODA_CHECK(record.on_trust, "an update cannot be undone (page {})", page->page->name);
+    record.given_up = record.done < record.target;
+  }
+  for (const TrainedPage* page : pages) {
+    const Record& record = *records_.at(page->page);
+    changed_.wait(lock, [&] { return record.done == record.target || error_ != nullptr; });
+  }
+  if (error_ != nullptr) std::rethrow_exception(error_);
+}
+
+void Updater::undo(std::span<TrainedPage* const> pages) {
+  for (TrainedPage* page : pages) {
+    const std::lock_guard lock(mutex_);
+    Record& record = *records_.at(page->page);
+    PAGODA_CHECK(record.on_trust && record.done == record.target && page->page->owes(),
+                 "an update is undone while it is under way (page {})", page->page->name);
+    PAGODA_TRACE("optim", "undo", {"page", page->page->name}, {"chunks", record.applied});
+    if (!record.given_up) {
+      std::swap(page->state, page->spare);
+      for (TrainedParameter& parameter : page->parameters) {
+        if (parameter.filled) --parameter.updates;
+      }
+    }
+    put_back_parameters(*page, record.layout, record.applied, pool_);
+    record.on_trust = false;
+    ++stats_.undone;
+  }
 }
 
 void Updater::follow(std::span<TrainedPage* const> order) {
@@ -363,8 +412,9 @@ void Updater::fill_slots(std::unique_lock<std::mutex>& lock) {
     if (next_chunk_ == record.chunks()) current_ = nullptr;
     lock.unlock();
     Bytes from_disk = 0;
-    naming_page(*record.page,
-                [&] { from_disk = slot.chunk.begin(*record.page, record.layout, chunk); });
+    naming_page(*record.page, [&] {
+      from_disk = slot.chunk.begin(*record.page, record.layout, chunk, record.on_trust);
+    });
     slot.record = &record;
     free_.pop_front();
     reading_.push_back(&slot);
@@ -380,11 +430,17 @@ void Updater::compute(Slot& slot) {
   const Nanos waited = waiting.elapsed_ns();
 
   const pager::Range elements = slot.chunk.elements();
+  {
+    const std::lock_guard lock(mutex_);
+    if (record.given_up) return;
+  }
   PAGODA_TRACE("optim", "update", {"page", record.page->page->name}, {"elements", elements.size()});
   const Stopwatch working;
   if (record.page->state_blank) slot.chunk.fill_blank(pool_);
+  if (record.on_trust) slot.chunk.keep_parameters(pool_);
   slot.chunk.apply(without(elements, record.made), *record.step, options_.seed, pool_);
   ++record.computed;
+  ++record.applied;
   const Nanos busy = working.elapsed_ns();
 
   const Bytes to_disk = slot.chunk.write();
@@ -417,7 +473,7 @@ void Updater::make_parts(Record& record, std::unique_lock<std::mutex>& lock) {
         here.push_back({std::max(part->begin, elements.begin), std::min(part->end, elements.end)});
       }
       if (here.empty()) continue;
-      chunk.begin(page, record.layout, index);
+      chunk.begin(page, record.layout, index, record.on_trust);
       chunk.apply(here, *record.step, options_.seed, pool_);
     }
   });
@@ -441,14 +497,15 @@ void Updater::finish(Slot& slot) {
 void Updater::page_done(Record& record) {
   TrainedPage& page = *record.page;
   page.state_blank = false;
-  for (TrainedParameter& parameter : page.parameters) {
-    if (parameter.used) ++parameter.updates;
-    parameter.used = false;
-  }
   std::uint64_t version = 0;
   Finished finished;
   {
     const std::lock_guard lock(mutex_);
+    for (TrainedParameter& parameter : page.parameters) {
+      if (parameter.used && !record.given_up) ++parameter.updates;
+      parameter.used = false;
+    }
+    if (record.on_trust && !record.given_up) std::swap(page.state, page.spare);
     version = ++record.done;
     record.computed = 0;
     record.asked.clear();

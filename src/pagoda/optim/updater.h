@@ -25,6 +25,7 @@ namespace pagoda::optim {
 struct UpdaterStats {
   std::uint64_t pages = 0;
   std::uint64_t early = 0;  // of these, begun before their step()
+  std::uint64_t undone = 0;
   std::uint64_t elements = 0;
   Nanos busy = 0;          // in the kernels
   Nanos waited_io = 0;     // for state to arrive or to leave
@@ -68,6 +69,13 @@ class Updater final : public pager::Debts {
 
   void set_callbacks(Finished finished, Writing writing);
 
+  /// What a page's updates take to be undone, beside its state: nothing where that cannot be.
+  struct UndoBytes {
+    Bytes state = 0;
+    Bytes parameters = 0;
+  };
+  static UndoBytes undo_bytes(const TrainedPage& page, const StateLayout& layout) noexcept;
+
   /// The layout of a page's state under `optimizer`.
   StateLayout layout(const TrainedPage& page, const Optimizer& optimizer) const;
   /// Knows the page from now on. Its state is blank.
@@ -75,8 +83,16 @@ class Updater final : public pager::Debts {
   void remove(TrainedPage& page);
 
   /// The pages, which the pager knows to owe an update, are updated: in this order, where follow()
-  /// has said nothing of them.
-  void start(std::span<TrainedPage* const> order, std::shared_ptr<const StepScalars> scalars);
+  /// has said nothing of them. `on_trust`: they may still be undone, which each of them must allow
+  /// (TrainedPage::can_be_undone).
+  void start(std::span<TrainedPage* const> order, std::shared_ptr<const StepScalars> scalars,
+             bool on_trust = false);
+  /// What has not been made of these updates is left out. Returns when none is under way: the pages
+  /// have another version, and are to be undone.
+  void give_up(std::span<TrainedPage* const> pages);
+  /// State and parameters of pages that owe an update, which has not been started, are again what
+  /// they were before the last one. That was started on trust, and their gradients are still there.
+  void undo(std::span<TrainedPage* const> pages);
   /// What waits is made in this order, and so is what is started until the next call: what the next
   /// forward needs first must not wait for the rest. What is not in it comes last.
   void follow(std::span<TrainedPage* const> order);

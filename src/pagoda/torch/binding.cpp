@@ -176,6 +176,7 @@ Counts counts_of(const engine::Stats& stats) {
   put("moved.gradients_exchanged", stats.gradients.exchanged);
   put("updates.pages", stats.updates.pages);
   put("updates.early", stats.updates.early);
+  put("updates.undone", stats.updates.undone);
   put("updates.elements", stats.updates.elements);
   put("updates.busy_ns", stats.updates.busy);
   put("updates.waited_io_ns", stats.updates.waited_io);

@@ -68,6 +68,7 @@ TEST(ConfigJson, EveryValueSurvivesTheWayThereAndBack) {
   config.moments = MomentType::Bf16;
   config.seed = ~std::uint64_t{0};
   config.early_updates = false;
+  config.clip_ahead = true;
   config.checksums = false;
   config.io_engine = io::EngineChoice::Uring;
   config.direct = io::Direct::On;

@@ -13,25 +13,28 @@ namespace {
 constexpr std::uint64_t kFitElements = 256 << 10;
 constexpr Bytes kFitParameter = kFitElements * sizeof(float);
 
-/// Attaches one page of 1 MiB whose states, 4 MiB with AdamW, all go to disk.
-void attach_on_disk(Bytes nvme_budget) {
-  const io::ScratchDirectory scratch;
-  Config config;
+/// Attaches one page of 1 MiB whose states, 4 MiB with AdamW, all go to one place.
+void attach_on(Placement states, pager::Placement page_now, Config config) {
   config.device = "cpu";
   config.device_budget = 4 * kFitParameter;
   config.gradient_staging = kFitParameter;
-  config.nvme = {scratch.path().string()};
-  config.nvme_budget = nvme_budget;
-  config.parameters = config.gradients = config.optimizer = Placement::Nvme;
+  config.parameters = config.gradients = config.optimizer = states;
   Runtime runtime(config, comm::make_solo_world());
   const std::vector<std::byte> zeros(kFitParameter);
-  pager::Page& page =
-      runtime.pager().adopt("w", kFitElements, sizeof(float), pager::Placement::Nvme, zeros.data(),
-                            device::Direction::HostToHost);
+  pager::Page& page = runtime.pager().adopt("w", kFitElements, sizeof(float), page_now,
+                                            zeros.data(), device::Direction::HostToHost);
   runtime.attach(
       {&page},
       {{&page, kernels::Dtype::F32, {{{0, kFitElements}, 0, 0}}, {{0, 0, 0, false, false}}}},
       {AdamW{}});
+}
+
+void attach_on_disk(Bytes nvme_budget) {
+  const io::ScratchDirectory scratch;
+  Config config;
+  config.nvme = {scratch.path().string()};
+  config.nvme_budget = nvme_budget;
+  attach_on(Placement::Nvme, pager::Placement::Nvme, config);
 }
 
 TEST(Fit, WhatLiesOnDiskAlreadyIsNotCountedTwice) {
@@ -45,6 +48,26 @@ TEST(Fit, TooLittleDiskIsRefusedWithSizes) {
   } catch (const UserError& error) {
     EXPECT_THAT(error.message(), testing::HasSubstr("raise nvme_budget to 4 MiB"));
   }
+}
+
+TEST(Fit, WhatUndoesUpdatesIsPartOfThePlan) {
+  Config config;
+  config.staging = 64_KiB;
+  config.update_chunk = 64_KiB;
+  config.fetch_threads = 1;
+  config.clip = 1;
+  config.host_budget = 6_MiB;  // for states of 4 MiB and some buffers
+  EXPECT_NO_THROW(attach_on(Placement::Host, pager::Placement::Host, config));
+  config.clip_ahead = true;
+  try {
+    attach_on(Placement::Host, pager::Placement::Host, config);
+    ADD_FAILURE() << "7 MiB were put into 6 MiB";
+  } catch (const UserError& error) {
+    EXPECT_THAT(error.message(), testing::HasSubstr("what clip_ahead keeps 3 MiB"));
+    EXPECT_THAT(error.message(), testing::HasSubstr("raise host_budget to"));
+  }
+  config.host_budget = 9_MiB;
+  EXPECT_NO_THROW(attach_on(Placement::Host, pager::Placement::Host, config));
 }
 
 }  // namespace

@@ -66,7 +66,10 @@ bool contributes(const Rehearsal& r, int rank, int step, int micro, std::size_t 
 Bits gradient(const Rehearsal& r, int rank, int step, int micro, std::size_t page) {
   std::vector<float> values(r.pages[page]);
   const auto seed = static_cast<std::uint64_t>((rank * 100 + step) * 100 + micro);
-  for (std::size_t i = 0; i < values.size(); ++i) values[i] = made_up(2 + seed, page, i);
+  const auto at = static_cast<std::size_t>(step);
+  const float size =
+      r.gradient_sizes.empty() ? 1.0F : r.gradient_sizes[at % r.gradient_sizes.size()];
+  for (std::size_t i = 0; i < values.size(); ++i) values[i] = size * made_up(2 + seed, page, i);
   return in_type(r.dtype, values);
 }
 

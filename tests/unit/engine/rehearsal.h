@@ -32,6 +32,7 @@ struct Rehearsal {
   int late_from = -1;     // from this step on, page 1 is looked at between backward and step()
   /// Called between the last backward and step(), on the rank's thread.
   std::function<void(int step, Runtime& runtime)> before_step;
+  std::vector<float> gradient_sizes;  // factors of the steps' gradients, over and over; empty: 1
   std::vector<std::uint64_t> pages = {300, 5000, 9000, 20000, 4096, 1};
 };
 

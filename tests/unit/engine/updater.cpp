@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "pagoda/optim/updater.h"
 
+#include <chrono>
+#include <functional>
 #include <latch>
 #include <memory>
 #include <mutex>
@@ -10,7 +12,11 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "pagoda/comm/comm_error.h"
+#include "pagoda/comm/pull_service.h"
+#include "pagoda/comm/thread_world.h"
 #include "pagoda/device/host/host_device.h"
+#include "pagoda/engine/slice_exchange.h"
 #include "unit/io/scratch_directory.h"
 
 namespace pagoda::optim {
@@ -76,6 +82,18 @@ class UpdaterAlone : public testing::Test {
     pages_.push_back(std::move(page));
     return *pages_.back();
   }
+  /// One whose updates can be undone.
+  TrainedPage& undoable_page(std::uint64_t elements) {
+    TrainedPage& out = page(elements);
+    const auto bytes = Updater::undo_bytes(out, updater_->layout(out, rule_));
+    const auto allocate = [&](Bytes count) {
+      return tiers_->allocate(count, pager::Placement::Host, pager::tag::kUndo, "undo");
+    };
+    out.spare = allocate(bytes.state);
+    out.before = allocate(bytes.parameters);
+    out.can_be_undone = true;
+    return out;
+  }
 
   std::vector<std::uint16_t> values(const TrainedPage& page) {
     std::vector<std::uint16_t> out(page.elements());
@@ -83,13 +101,29 @@ class UpdaterAlone : public testing::Test {
     return out;
   }
 
-  /// As step() does: the pages owe an update, which is queued.
-  void start(const std::vector<TrainedPage*>& pages) {
+  /// The pages owe an update.
+  void owe(const std::vector<TrainedPage*>& pages) {
     for (TrainedPage* page : pages) {
-      page->parameters[0].used = true;
+      page->parameters[0].used = page->parameters[0].filled = true;
       pager_->owe({&page->page, 1});
     }
-    updater_->start(pages, scalars_);
+  }
+  /// As step() does: …which is queued.
+  void start(const std::vector<TrainedPage*>& pages, bool on_trust = false) {
+    owe(pages);
+    updater_->start(pages, scalars_, on_trust);
+  }
+  /// As step() does when it clips…
+  void give_up(const std::vector<TrainedPage*>& pages) {
+    updater_->give_up(pages);
+    for (const TrainedPage* page : pages) pager_->await_version(*page->page);
+  }
+  /// …those before are undone, and others made.
+  void start_again(const std::vector<TrainedPage*>& pages, double factor) {
+    give_up(pages);
+    owe(pages);
+    updater_->undo(pages);
+    updater_->start(pages, std::make_shared<const StepScalars>(StepScalars{factor, {rule_}}));
   }
 
   /// The numbers of the pages whose updates are made while `work` runs and after it, in their
@@ -207,6 +241,122 @@ TEST_F(UpdaterAlone, MakesPartsFirstAndTheRestOnce) {
   for (const pager::Range& part : parts) {
     for (std::uint64_t i = part.begin; i < part.end; ++i) ASSERT_EQ(seen[i], after[i]) << i;
   }
+}
+
+/// Updates that are undone, wherever they were, and made again with another factor, beside those
+/// made with it at once.
+class UpdatesUndone : public testing::WithParamInterface<StateLayout::Master>, public UpdaterAlone {
+ protected:
+  UpdatesUndone() : UpdaterAlone(4096, Dtype::F32, GetParam()) {}
+
+  /// One step; `after`: what has been updated of the pages when they are given up.
+  void step(const std::vector<TrainedPage*>& pages, const std::function<void()>& after) {
+    start(pages, true);
+    after();
+    start_again(pages, 0.25);
+    updater_->settle_all();
+  }
+  /// Four steps of a page that nobody changes his mind about; of these the last two with 0.25.
+  std::vector<std::uint16_t> expected(std::uint64_t elements) {
+    TrainedPage& plain = page(elements);
+    for (const double factor : {1.0, 1.0, 0.25, 0.25}) {
+      owe({&plain});
+      TrainedPage* const one = &plain;
+      updater_->start({&one, 1}, std::make_shared<const StepScalars>(StepScalars{factor, {rule_}}));
+      updater_->settle_all();
+    }
+    return values(plain);
+  }
+};
+
+TEST_P(UpdatesUndone, LeaveNothingBehind) {
+  constexpr std::uint64_t kElements = 40 * kChunk + 100;
+  const std::vector<std::uint16_t> right = expected(kElements);
+  bool whole = false;
+  bool half = false;
+  for (int round = 0; round < 300 && !(whole && half && round >= 20); ++round) {
+    TrainedPage& page = undoable_page(kElements);
+    start({&page});
+    updater_->settle_all();
+    start({&page}, true);  // one that stays, so that state and spare have changed places
+    updater_->settle_all();
+    step({&page}, [] {});  // given up at once, or nearly
+    const std::uint64_t before = updater_->stats().elements;
+    std::uint64_t made = 0;
+    step({&page}, [&] {
+      const std::uint64_t enough = kElements * static_cast<std::uint64_t>(round % 9) / 8;
+      while ((made = updater_->stats().elements - before) < enough) std::this_thread::yield();
+    });
+    whole = whole || made == kElements;
+    half = half || (made > 0 && made < kElements);
+    ASSERT_EQ(values(page), right) << "round " << round;
+    ASSERT_EQ(page.parameters[0].updates, 4U);
+    updater_->remove(page);
+    for (pager::Home* home : {&page.state, &page.spare, &page.before, &page.gradient}) *home = {};
+  }
+  EXPECT_TRUE(whole && half) << "no update was undone as a whole and in the middle";
+}
+
+TEST_P(UpdatesUndone, AreNotMadeWhereTheyHaveNotBegun) {
+  TrainedPage& first = undoable_page(100);
+  TrainedPage& second = undoable_page(100);
+  start({&first, &second});
+  updater_->settle_all();
+  bool left_out = false;
+  for (int round = 0; round < 100 && !left_out; ++round) {
+    const std::vector<std::uint16_t> before = values(first);
+    const std::uint64_t elements = updater_->stats().elements;
+    std::jthread giving_up;
+    order_of([&] {
+      start({&second, &first}, true);
+      giving_up = std::jthread([&] { give_up({&first, &second}); });
+      std::this_thread::sleep_for(std::chrono::milliseconds(round));  // or it comes too late
+    });
+    giving_up.join();
+    left_out = updater_->stats().elements == elements + 100;  // of the page that kept it busy
+    if (left_out) {
+      EXPECT_EQ(values(first), before);
+    }
+    owe({&first, &second});
+    updater_->undo(std::vector{&first, &second});
+    updater_->start(std::vector{&first, &second}, scalars_);
+    updater_->settle_all();
+  }
+  EXPECT_TRUE(left_out);
+}
+
+INSTANTIATE_TEST_SUITE_P(, UpdatesUndone,
+                         testing::Values(StateLayout::Master::Whole, StateLayout::Master::Split),
+                         [](const auto& info) {
+                           return info.param == StateLayout::Master::Whole ? "WholeMaster"
+                                                                           : "SplitMaster";
+                         });
+
+// Another rank's prefetch may come when this rank's step has looked for readers, and before its
+// update has changed anything.
+TEST_F(UpdaterAlone, NobodyIsServedAPageThatIsAboutToBeUpdated) {
+  TrainedPage& page = this->page(100);
+  const auto worlds = comm::make_thread_worlds(2);
+  std::unique_ptr<comm::Group> groups[2];
+  {
+    std::jthread other([&] { groups[1] = worlds[1]->make_group("pulls"); });
+    groups[0] = worlds[0]->make_group("pulls");
+  }
+  const engine::SliceExchange here(std::move(groups[0]), *pager_, *updater_, {});
+  comm::PullService there(std::move(groups[1]), [](const auto&, auto& reply) { reply.refuse(""); });
+  std::vector<std::uint16_t> got(100);
+  const auto pull = [&](std::uint64_t version) {
+    there.pull(0, page.page->id, version, 0, std::as_writable_bytes(std::span(got)));
+  };
+  pull(0);
+  EXPECT_EQ(got, values(page));
+  owe({&page});
+  EXPECT_THROW(pull(0), comm::RemoteError);
+  TrainedPage* const one = &page;
+  updater_->start({&one, 1}, scalars_);
+  pull(1);
+  EXPECT_EQ(got, values(page));
+  EXPECT_NE(got[0], 0x3F80);
 }
 
 class UpdaterOnDisk : public UpdaterAlone {

@@ -1,0 +1,148 @@
+// SPDX-License-Identifier: Apache-2.0
+// Updates that begin before the norm is known: as if they had waited for it, whatever it turns out
+// to be.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "pagoda/base/error.h"
+#include "pagoda/comm/thread_world.h"
+#include "pagoda/engine/runtime.h"
+#include "unit/engine/rehearsal.h"
+#include "unit/io/scratch_directory.h"
+
+namespace pagoda::engine {
+namespace {
+
+constexpr float kClipped = 1;
+constexpr float kNot = 1e-3F;
+
+class ClipAhead : public testing::TestWithParam<std::tuple<int, unsigned>> {
+ protected:
+  ClipAhead() {
+    r.config.device = "cpu";
+    r.config.device_budget = 160_KiB;
+    r.config.gradient_staging = 80_KiB;
+    r.config.parameters = r.config.gradients = r.config.optimizer = Placement::Host;
+    r.config.staging = 16_KiB;
+    r.config.update_chunk = 16_KiB;
+    r.config.update_buffers = 2;
+    r.config.bucket = 24_KiB;
+    r.config.fetch_threads = 2;
+    r.config.update_threads = 2;
+    r.config.clip = 0.5;
+    r.config.clip_ahead = true;
+    r.config.prefetch = false;  // a page that is just being fetched waits for step()
+    std::tie(r.ranks, r.config.zero) = GetParam();
+    r.gradient_sizes = {kNot, kNot, kClipped, kNot, kNot, kClipped, kClipped};
+    r.steps = static_cast<int>(r.gradient_sizes.size());
+  }
+
+  struct Counts {
+    std::uint64_t early = 0;
+    std::uint64_t undone = 0;
+    friend bool operator==(const Counts&, const Counts&) = default;
+  };
+
+  /// Trains, with every byte compared, and says what each rank's updates did.
+  std::vector<Counts> train() {
+    std::vector<Counts> out(static_cast<std::size_t>(r.ranks));
+    rehearse(r, comm::make_thread_worlds(r.ranks), [&](int rank, Runtime& runtime) {
+      const auto updates = runtime.stats().updates;
+      out[static_cast<std::size_t>(rank)] = {updates.early, updates.undone};
+    });
+    return out;
+  }
+  std::vector<Counts> on_each_rank(Counts counts) const {
+    return std::vector<Counts>(static_cast<std::size_t>(r.ranks), counts);
+  }
+
+  Rehearsal r;
+};
+
+// The first step begins nothing early; the third and the sixth come after one that did not clip,
+// and do; after them none is trusted.
+TEST_P(ClipAhead, BeginsAfterAStepThatDidNotClipAndUndoesWhatDoes) {
+  const std::uint64_t pages = r.pages.size();
+  EXPECT_EQ(train(), on_each_rank({4 * pages, 2 * pages}));
+  r.config.early_updates = false;
+  EXPECT_EQ(train(), on_each_rank({0, 0}));
+  r.config.early_updates = true;
+  r.config.clip_ahead = false;
+  EXPECT_EQ(train(), on_each_rank({0, 0}));
+}
+
+TEST_P(ClipAhead, GivesTheSameBitsWithEveryStateThereIs) {
+#ifdef __SANITIZE_THREAD__
+  GTEST_SKIP() << "minutes under this sanitizer, and no thread that the other tests do not have";
+#endif
+  const std::uint64_t pages = r.pages.size();
+  for (const kernels::Dtype dtype :
+       {kernels::Dtype::BF16, kernels::Dtype::F16, kernels::Dtype::F32}) {
+    for (const auto master : {Master::Whole, Master::Split}) {
+      for (const auto moments : {MomentType::Fp32, MomentType::Bf16}) {
+        for (const Optimizer& optimizer : {Optimizer(AdamW{}), Optimizer(Adam{.weight_decay = 0.1}),
+                                           Optimizer(Sgd{.lr = 0.1, .momentum = 0.9}),
+                                           Optimizer(Sgd{.lr = 0.1}), Optimizer(Lion{})}) {
+          r.dtype = dtype;
+          if (dtype == kernels::Dtype::F32) r.config.device_budget = 240_KiB;
+          r.config.master = master;
+          r.config.moments = moments;
+          r.optimizer = optimizer;
+          EXPECT_EQ(train(), on_each_rank({4 * pages, 2 * pages}))
+              << kernels::dtype_name(dtype) << ' ' << optim::name(optimizer);
+        }
+      }
+    }
+  }
+}
+
+TEST_P(ClipAhead, SoWithWritesLookupsThreadsAndSeveralMicroBatches) {
+  r.config.master = Master::Split;
+  r.config.lookup_in_place = 1;
+  r.touching_threads = 2;
+  r.micro_batches = 2;
+  r.writes = true;
+  r.looks_up = true;
+  for (const bool prefetch : {false, true}) {
+    r.config.prefetch = prefetch;
+    for (const bool all : {true, false}) {
+      r.all_contribute = all;
+      for (const Counts& counts : train()) EXPECT_GT(counts.undone, 0U);
+    }
+  }
+}
+
+TEST_P(ClipAhead, SoOnAnAsynchronousDevice) {
+  r.config.device = "emulated";
+  r.config.check_order = true;
+  r.config.prefetch = true;
+  for (const auto master : {Master::Whole, Master::Split}) {
+    r.config.master = master;
+    for (const Counts& counts : train()) EXPECT_GT(counts.undone, 0U);
+  }
+}
+
+TEST_P(ClipAhead, SoWithPagesThatNeverLeaveTheDevice) {
+  r.config.device_budget = 1_MiB;
+  r.config.parameters = Placement::Auto;
+  r.dtype = kernels::Dtype::F32;
+  for (const Counts& counts : train()) EXPECT_GT(counts.undone, 0U);
+}
+
+TEST_P(ClipAhead, LeavesToTheStepWhatCannotBeUndone) {
+  const io::ScratchDirectory directory;
+  r.config.optimizer = Placement::Nvme;
+  r.config.nvme = {directory.path().string()};
+  r.config.nvme_budget = 16_MiB;
+  EXPECT_EQ(train(), on_each_rank({0, 0}));
+}
+
+INSTANTIATE_TEST_SUITE_P(, ClipAhead,
+                         testing::Combine(testing::Values(1, 2, 3), testing::Values(0U, 1U, 3U)),
+                         [](const auto& info) {
+                           return fmt::format("{}RanksZero{}", std::get<0>(info.param),
+                                              std::get<1>(info.param));
+                         });
+
+}  // namespace
+}  // namespace pagoda::engine
