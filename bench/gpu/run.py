@@ -36,6 +36,10 @@ for _batch in (4, 16):
     ROWS[f"b{_batch}"] = ("fsdp", "3B", _batch, {})
     ROWS[f"c{_batch}"] = ("pagoda", "3B", _batch, _HOST)
     ROWS[f"c{_batch}-clip"] = ("pagoda", "3B", _batch, {**_HOST, "clip": 1.0})
+    # Nothing has been learnt: norms are above 1 in every step, and the row before clips in all of
+    # them. This one clips in none, as most steps of a training do not.
+    ROWS[f"c{_batch}-clip-ahead"] = ("pagoda", "3B", _batch,
+                                     {**_HOST, "clip": 100.0, "clip_ahead": True})
     ROWS[f"c{_batch}-bf16"] = ("pagoda", "3B", _batch, {**_HOST, **_COMPACT})
     ROWS[f"e{_batch}"] = ("deepspeed", "3B", _batch, {})
 ROWS["d-a4"] = ("resident", "1B", 4, {})
@@ -198,6 +202,16 @@ def parity(read: dict[str, dict[str, Any]]) -> list[str]:
     return [text + f"{len(paged)} losses equal bit for bit, {paged[0]:.6f} to {paged[-1]:.6f}"]
 
 
+def clipping(name: str, row: dict[str, Any], limit: float) -> str:
+    """Whether it was, and what became of updates that did not wait for the norm."""
+    norms, updates = row["norms"], row["updates"]
+    kept = row["holders"]["host"].get("undo", 0.0)
+    return (f"{name}: norms {min(norms):.3f} to {max(norms):.3f}, "
+            f"{sum(norm > limit for norm in norms)} of {len(norms)} steps clipped; of "
+            f"{updates['pages']:.0f} updates a step {updates['early']:.0f} begun during backward, "
+            f"{updates['undone']:.0f} undone; {kept:.1f} GiB of the host to undo them")
+
+
 def fine_tuned(name: str, row: dict[str, Any]) -> str:
     """Where everything was, and what was learnt."""
     states = {tier: sum(row["holders"][tier].get(tag, 0.0) for tag in
@@ -224,6 +238,8 @@ def report(directory: Path) -> str:
 
         out += [limits.of_disk(name, read[name], machine) for name in ROWS
                 if "disk" in read.get(name, {})]
+    out += [clipping(name, read[name], settings["clip"]) for name, (*_, settings) in ROWS.items()
+            if "clip" in settings and name in read]
     out += parity(read)
     out += [fine_tuned(name, read[name]) for name, (way, *_) in ROWS.items()
             if way == "fine_tune" and name in read]

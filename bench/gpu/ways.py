@@ -120,6 +120,8 @@ def _paging(snapshots: list[Any]) -> dict[str, Any]:
         "stall": sum(stalls) / count / 1e9,
         "moved": {key: _difference(last, first, "moved", key) / count
                   for key in ("nvme_to_host", "host_to_nvme", "host_to_device", "device_to_host")},
+        "updates": {key: _difference(last, first, "updates", key) / count
+                    for key in ("pages", "early", "undone")},
         "pages_peak": tiers["device"]["peak"] / 2**30,
         "host_states": tiers["host"]["peak"] / 2**30,
         "holders": {name: {tag: holder["peak"] / 2**30 for tag, holder in tier["holders"].items()}
@@ -159,11 +161,12 @@ def pagoda(shape: str, batch: int, *, disk_rate: Callable[[], float] | None = No
     with _engine(**config) as engine:
         model = _attached(engine, shape)
         snapshots = []
+        norms: list[float | None] = []  # where it clips
 
         def step(tokens: torch.Tensor) -> torch.Tensor:
             loss = workload.loss_of(model, tokens)
             engine.backward(loss)
-            engine.step()
+            norms.append(engine.step().norm)
             if len(snapshots) + 1 in turns:
                 engine.finish()
             snapshots.append(engine.stats())
@@ -178,7 +181,7 @@ def pagoda(shape: str, batch: int, *, disk_rate: Callable[[], float] | None = No
         out = _result(model, batch, timing, sum(steady) / len(steady) if rates else None)
         if rates:
             out.update({"disk": sum(rates) / len(rates), "disk_rates": rates})
-        return {**out, **_paging(snapshots)}
+        return {**out, **_paging(snapshots), "norms": norms[WARM:]}
 
 
 def _merged(engine: Path, profile: Path, origin_ns: int) -> dict[str, Any]:

@@ -24,16 +24,17 @@ import run as bench
 if torch.cuda.is_available():
     pytest.skip("the rows would take the GPU", allow_module_level=True)
 
+ROWS = ("c4-clip-ahead", "d-nvme", "p4", "p4-resident", "8B")
 MACHINE = {"to_device": 50e9, "to_host": 50e9, "update": 5e9, "update_bf16": 8e9, "disk": 4e9}
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four rows, in this process."""
+    """Five rows, in this process."""
     torch.set_num_threads(1)
     directory = tmp_path_factory.mktemp("results")
     bench.ROWS["8B"][3].update({"steps": 8, "lr": 1e-3})  # so small a model bears more
-    for name in ("d-nvme", "p4", "p4-resident", "8B"):
+    for name in ROWS:
         bench.child(name, directory / f"{name}.json", tiny=True)
     torch.use_deterministic_algorithms(False)
     (directory / "machine.json").write_text(json.dumps(MACHINE))
@@ -73,6 +74,17 @@ def test_steps_and_the_disk_take_turns(results: Path) -> None:
     assert 12 <= moved["nvme_to_host"] / row["parameters"] < 13
 
 
+def test_updates_do_not_wait_for_the_norm(results: Path) -> None:
+    row = read(results, "c4-clip-ahead")
+    assert 1 < max(row["norms"]) < 100
+    updates = row["updates"]
+    assert updates["early"] > updates["pages"] / 2
+    assert updates["undone"] == 0
+    # Master and moments once more.
+    host = row["holders"]["host"]
+    assert host["undo"] == pytest.approx(host["optimizer"], rel=0.01)
+
+
 def test_text_is_learnt(results: Path) -> None:
     losses = read(results, "8B")["losses"]
     assert losses[-1] < losses[0] - 0.2
@@ -83,7 +95,7 @@ def test_the_command_goes_on_where_it_was(results: Path, tmp_path: Path) -> None
     (results / "c4-trace.part").write_text("{")  # of a run that was cut off
     done = subprocess.run(
         [sys.executable, str(GPU / "run.py"), "--tiny", "--results", str(results),
-         "d-nvme", "p4", "p4-resident", "8B", "c4-trace"], check=True, text=True, capture_output=True,
+         *ROWS, "c4-trace"], check=True, text=True, capture_output=True,
         timeout=200, env={**os.environ, "OMP_NUM_THREADS": "1"})
     said = done.stderr.splitlines()
     assert [line for line in said if line.startswith("running")] == ["running c4-trace"]
@@ -91,13 +103,15 @@ def test_the_command_goes_on_where_it_was(results: Path, tmp_path: Path) -> None
     assert before.items() <= {path.name: path.stat().st_mtime_ns
                               for path in results.iterdir()}.items()
     lines = done.stdout.splitlines()
-    assert [line.split()[0] for line in lines[:5]] == ["row", "d-nvme", "p4", "p4-resident", "8B"]
-    assert len({len(line) for line in lines[:5]}) == 1
-    assert lines[1].split()[4] == lines[4].split()[4] == "disk"
-    assert lines[5].startswith("link 50.0 GB/s")
-    assert lines[6].startswith("d-nvme: 0.0 GB to and from the disk; the step takes ")
-    assert "5 losses equal bit for bit" in lines[7]
-    assert lines[8].startswith("8B: loss ")
+    assert [line.split()[0] for line in lines[:6]] == ["row", *ROWS]
+    assert len({len(line) for line in lines[:6]}) == 1
+    assert lines[2].split()[4] == lines[5].split()[4] == "disk"
+    assert lines[6].startswith("link 50.0 GB/s")
+    assert lines[7].startswith("d-nvme: 0.0 GB to and from the disk; the step takes ")
+    assert lines[8].startswith("c4-clip-ahead: norms ")
+    assert "0 of 8 steps clipped" in lines[8]
+    assert "5 losses equal bit for bit" in lines[9]
+    assert lines[10].startswith("8B: loss ")
 
     events = picture.read(results / "c4-trace.perfetto.json.gz")
     # The profiler's clock and the engine's agree: an operator is there in both, at its time.
