@@ -59,7 +59,8 @@ struct OptimizerSlice {
     Elements variance;
   };
   /// Nothing set: in place. Else what was read stays as it was, and a step is taken back by
-  /// forgetting what it wrote. The bits are the same, and so is the memory traffic of long slices.
+  /// forgetting what it wrote. The bits are the same, and so is the memory traffic of long slices
+  /// whose arrays start cache lines together.
   Written to;
 
   bool elsewhere() const noexcept {

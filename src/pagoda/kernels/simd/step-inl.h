@@ -173,7 +173,10 @@ class StepLoop {
                                        const RandomLanes& noise, std::uint32_t index) {
     if constexpr (kMoments != Moments::None) {
       std::byte* const momentum = (kElsewhere ? a.to.momentum : a.momentum) + kMomentSize * i;
-      std::byte* const variance = (kElsewhere ? a.to.variance : a.variance) + kMomentSize * i;
+      std::byte* variance = nullptr;
+      if constexpr (Rule::kHasVariance) {
+        variance = (kElsewhere ? a.to.variance : a.variance) + kMomentSize * i;
+      }
       if constexpr (kMoments == Moments::F32) {
         state(past, [&](auto stream) { store<Dtype::F32, stream>(x.m, y.m, momentum); });
         if constexpr (Rule::kHasVariance) {
