@@ -98,6 +98,7 @@ void UpdateChunk::abandon() noexcept {
 }
 
 void UpdateChunk::fill_blank(ThreadPool& pool) {
+  if (state_.memory.empty()) return;  // SGD has none
   std::memset(state_.memory.data(), 0, state_.memory.size());
   if (layout_->master == StateLayout::Master::Whole) {
     kernels::cast({page_->dtype, parameter_.memory.data()},

@@ -27,9 +27,10 @@ HostMemory::HostMemory(std::shared_ptr<device::Device> device, Budget& budget, B
 
 HostBlock HostMemory::allocate(Bytes bytes, std::string_view tag, std::string_view name) {
   HostBlock out;
+  if (bytes == 0) return out;
   if (device_->kind() != device::DeviceKind::Cuda) {
     out.reservation_ = budget_.reserve(bytes, tag);
-    if (bytes > 0) out.buffer_ = plain_buffer(bytes);
+    out.buffer_ = plain_buffer(bytes);
     return out;
   }
   const std::lock_guard lock(mutex_);
