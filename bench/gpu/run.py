@@ -207,9 +207,9 @@ def clipping(name: str, row: dict[str, Any], limit: float) -> str:
     norms, updates = row["norms"], row["updates"]
     kept = row["holders"]["host"].get("undo", 0.0)
     return (f"{name}: norms {min(norms):.3f} to {max(norms):.3f}, "
-            f"{sum(norm > limit for norm in norms)} of {len(norms)} steps clipped; of "
+            f"{sum(norm >= limit for norm in norms)} of {len(norms)} steps clipped; of "
             f"{updates['pages']:.0f} updates a step {updates['early']:.0f} begun during backward, "
-            f"{updates['undone']:.0f} undone; {kept:.1f} GiB of the host to undo them")
+            f"{updates['undone']:.1f} undone; {kept:.1f} GiB of the host to undo them")
 
 
 def fine_tuned(name: str, row: dict[str, Any]) -> str:
@@ -239,7 +239,7 @@ def report(directory: Path) -> str:
         out += [limits.of_disk(name, read[name], machine) for name in ROWS
                 if "disk" in read.get(name, {})]
     out += [clipping(name, read[name], settings["clip"]) for name, (*_, settings) in ROWS.items()
-            if "clip" in settings and name in read]
+            if "clip" in settings and "norms" in read.get(name, {})]
     out += parity(read)
     out += [fine_tuned(name, read[name]) for name, (way, *_) in ROWS.items()
             if way == "fine_tune" and name in read]
