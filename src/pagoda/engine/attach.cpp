@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Runtime::attach(): does it fit, is it equal on all ranks, and where does everything go.
 #include <algorithm>
+#include <numeric>
 #include <utility>
 
 #include "pagoda/base/error.h"
@@ -31,6 +32,16 @@ struct Need {
     blocks += pager::Tiers::nvme_bytes(page);
   }
 };
+
+/// A gradient that comes before its turn waits on the host (Reducer::park): there is room for two.
+Need gradients_in_wait(const std::vector<Page*>& pages, bool alone) {
+  Need out{"gradients in wait", PagerPlacement::Auto};
+  if (alone) return out;
+  Bytes largest = 0;
+  for (const Page* page : pages) largest = std::max(largest, page->bytes());
+  for (int i = 0; i < 2; ++i) out.add(largest);
+  return out;
+}
 
 /// What a tier may hold, and what of it is free.
 struct Room {
@@ -154,31 +165,54 @@ void Runtime::attach(const std::vector<Page*>& pages, std::vector<TrainedSpec> s
   }
 }
 
-/// As far as the host has it: where states, or what it takes to go back to them, lie elsewhere,
-/// updates wait for step().
+/// What it takes to undo updates, as far as the host has room beside all that must be there. Where
+/// it has none, or states lie elsewhere, updates wait for step(): on all ranks or on none.
 void Runtime::make_room_to_undo() {
-  std::size_t without = 0;
-  for (const auto& page : trained_) {
-    const auto layout = updater_->layout(*page, groups_[page->parameters[0].group]);
-    const optim::Updater::UndoBytes bytes = optim::Updater::undo_bytes(*page, layout);
-    const auto on_host = [&](Bytes count) {
-      return tiers_->allocate(count, PagerPlacement::Host, pager::tag::kUndo, page->page->name);
-    };
-    const auto in_place = [&](const pager::Home& home) { return tiers_->in_place(home); };
-    page->can_be_undone = page->one_parameter() && in_place(page->state) &&
-                          in_place(page->gradient) && in_place(page->page->home);
-    if (page->can_be_undone) {
-      page->spare = on_host(bytes.state);
-      page->before = on_host(bytes.parameters);
-      page->can_be_undone = in_place(page->spare) && in_place(page->before);
+  const auto in_place = [&](const pager::Home& home) { return tiers_->in_place(home); };
+  const auto bytes_of = [&](const TrainedPage& page) {
+    return optim::Updater::undo_bytes(page,
+                                      updater_->layout(page, groups_[page.parameters[0].group]));
+  };
+  std::vector<TrainedPage*> could;
+  Bytes expected = 0;
+  // The gradients that come first gain most.
+  for (auto last = trained_.rbegin(); last != trained_.rend(); ++last) {
+    TrainedPage& page = **last;
+    if (!page.one_parameter() || !in_place(page.state) || !in_place(page.gradient) ||
+        !in_place(page.page->home)) {
+      continue;
     }
+    could.push_back(&page);
+    expected += bytes_of(page).state + bytes_of(page).parameters;
+  }
+  tiers_->host().expect(pager::tag::kUndo, expected);
+  const auto in_wait =
+      tiers_->budget(Tier::Host)
+          .try_reserve(gradients_in_wait(pages_, alone()).bytes, pager::tag::kGradients);
+  std::vector<std::uint64_t> cannot(trained_.size(), 1);
+  for (TrainedPage* page : could) {
+    const auto on_host = [&](Bytes bytes) {
+      return tiers_->try_allocate_on_host(bytes, pager::tag::kUndo, page->page->name);
+    };
+    auto spare = in_wait ? on_host(bytes_of(*page).state) : std::nullopt;
+    auto before = spare ? on_host(bytes_of(*page).parameters) : std::nullopt;
+    if (!before) continue;
+    page->spare = std::move(*spare);
+    page->before = std::move(*before);
+    cannot[page->number] = 0;
+  }
+  if (!alone()) control_->all_reduce_max(cannot);
+  for (const auto& page : trained_) {
+    page->can_be_undone = cannot[page->number] == 0;
     if (page->can_be_undone) continue;
     page->spare = {};
     page->before = {};
-    ++without;
   }
+  const auto without = std::accumulate(cannot.begin(), cannot.end(), std::uint64_t{0});
   if (without == 0) return;
-  log::warn("engine", "clip_ahead: some updates wait for step(), for they could not be undone",
+  log::warn("engine",
+            "clip_ahead: some updates wait for step(): their states are not in host memory, or it "
+            "has no room for what undoes them",
             {{"pages", without}, {"of", trained_.size()}});
 }
 
@@ -202,7 +236,6 @@ void Runtime::check_fit(const std::vector<Page*>& pages) {
   Need parameters{"parameters", pager_placement(config_.parameters)};
   Need gradients{"gradients", pager_placement(config_.gradients)};
   Need states{"optimizer", pager_placement(config_.optimizer)};
-  Need undo{"what clip_ahead keeps", PagerPlacement::Auto};
   Bytes held = 0;  // homes that pages have now and that count as free
   Bytes held_nvme = 0;
   const Page* largest = nullptr;
@@ -223,13 +256,7 @@ void Runtime::check_fit(const std::vector<Page*>& pages) {
                         "parameters that share the storage '{}' need one kind of optimizer",
                         page->page->name);
     }
-    const optim::StateLayout layout = updater_->layout(*page, rule);
-    states.add(layout.bytes(page->updated.size()));
-    if (early_mode() == EarlyUpdates::Mode::OnTrust && config_.optimizer != Placement::Nvme) {
-      const optim::Updater::UndoBytes bytes = optim::Updater::undo_bytes(*page, layout);
-      undo.add(bytes.state);
-      undo.add(bytes.parameters);
-    }
+    states.add(updater_->layout(*page, rule).bytes(page->updated.size()));
     PAGODA_REQUIRE_LE(page->page->bytes(), tiers_->gradient_staging(),
                       "the gradient of '{}' ({}) does not fit into the part of the device budget "
                       "that gradients may take ({}); raise device_budget or gradient_staging",
@@ -244,20 +271,15 @@ void Runtime::check_fit(const std::vector<Page*>& pages) {
         largest->name, format_bytes(largest->bytes()), format_bytes(arena.capacity)));
   }
   std::vector<Need> needs = {parameters, gradients, states};
-  if (undo.bytes > 0) needs.push_back(undo);
-  if (!alone() && largest != nullptr) {
-    // A gradient that comes before its turn waits on the host (Reducer::park): there is room for
-    // two.
-    needs.push_back({"gradients in wait", PagerPlacement::Auto});
-    for (int i = 0; i < 2; ++i) needs.back().add(largest->bytes());
+  if (const Need in_wait = gradients_in_wait(pages, alone()); in_wait.bytes > 0) {
+    needs.push_back(in_wait);
   }
   fit(needs, {arena.capacity, arena.capacity},
       {tiers_->budget(Tier::Host).limit(), tiers_->budget(Tier::Host).available() + held},
       {tiers_->budget(Tier::Nvme).limit(), tiers_->budget(Tier::Nvme).available() + held_nvme},
       tiers_->swap() != nullptr);
-  for (const auto& [need, tag] :
-       {std::pair{&gradients, pager::tag::kGradients}, std::pair{&states, pager::tag::kOptimizer},
-        std::pair{&undo, pager::tag::kUndo}}) {
+  for (const auto& [need, tag] : {std::pair{&gradients, pager::tag::kGradients},
+                                  std::pair{&states, pager::tag::kOptimizer}}) {
     const bool on_host =
         need->placement != PagerPlacement::Nvme && need->placement != PagerPlacement::Device;
     if (on_host) tiers_->host().expect(tag, need->blocks);

@@ -464,13 +464,14 @@ StepResult Runtime::step_together(bool leaving, bool& all_leaving,
       result.step = steps_;
       return result;
     }
-    std::vector<TrainedPage*> given_up;
-    if (clipped) given_up = give_up_early(pages);
     std::vector<TrainedPage*> starting;  // the others have begun
     std::copy_if(pages.begin(), pages.end(), std::back_inserter(starting),
                  [](const TrainedPage* page) { return !page->begun; });
     if (config_.zero == 0 && !alone())
       gather_gradients(starting, *tiers_, pager_->slicing(), config_.bucket, *control_);
+    std::vector<TrainedPage*> given_up;
+    if (clipped) given_up = give_up_early(pages);
+    starting.insert(starting.end(), given_up.begin(), given_up.end());
     if (!pages.empty()) result.step = ++steps_;
     std::vector<Page*> owing;
     owing.reserve(starting.size());
@@ -494,8 +495,9 @@ StepResult Runtime::step_together(bool leaving, bool& all_leaving,
   }
 }
 
-/// Updates that have begun, on trust that nothing would be clipped, have to be made again: those of
-/// `pages` that are to be undone first. The same on all ranks.
+/// Ends the updates of `pages` that began on trust that nothing would be clipped, and returns these
+/// pages: they are to be undone and started again. The same on all ranks, of which none waits for
+/// such an update any more.
 std::vector<TrainedPage*> Runtime::give_up_early(std::span<TrainedPage* const> pages) {
   std::vector<TrainedPage*> out;
   std::copy_if(pages.begin(), pages.end(), std::back_inserter(out),

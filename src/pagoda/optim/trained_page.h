@@ -46,11 +46,13 @@ struct TrainedPage {
   /// Master and moments of `updated`, as StateLayout says. Blank before the first update.
   pager::Home state;
   bool state_blank = true;  // the updater's
-  /// What an update that can be undone needs (Updater::start): where it writes master and moments,
-  /// after which this and `state` change places, and a copy of parameters that are part of the
-  /// master.
+  /// Whether an update may be started on trust (Updater::start): there is a `spare`, and a `before`
+  /// where the master needs one.
   bool can_be_undone = false;
+  /// Where such an update writes master and moments. When it has, `state` and `spare` change
+  /// places, and once more when it is undone: the updater's, with no update under way.
   pager::Home spare;
+  /// Parameters before such an update, where they are part of the master: the updater's.
   pager::Home before;
   /// Sums of squares of each block of `reduced`, when norms are kept: the gradients' thread.
   std::vector<double> squares;

@@ -208,7 +208,7 @@ void Updater::give_up(std::span<TrainedPage* const> pages) {
 
 void Updater::undo(std::span<TrainedPage* const> pages) {
   for (TrainedPage* page : pages) {
-    const std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_);
     Record& record = *records_.at(page->page);
     PAGODA_CHECK(record.on_trust && record.done == record.target && page->page->owes(),
                  "an update is undone while it is under way (page {})", page->page->name);
@@ -219,9 +219,10 @@ void Updater::undo(std::span<TrainedPage* const> pages) {
         if (parameter.filled) --parameter.updates;
       }
     }
-    put_back_parameters(*page, record.layout, record.applied, pool_);
     record.on_trust = false;
     ++stats_.undone;
+    lock.unlock();
+    put_back_parameters(*page, record.layout, record.applied, pool_);
   }
 }
 
@@ -473,6 +474,7 @@ void Updater::make_parts(Record& record, std::unique_lock<std::mutex>& lock) {
         here.push_back({std::max(part->begin, elements.begin), std::min(part->end, elements.end)});
       }
       if (here.empty()) continue;
+      // What is looked up is never undone: its step has been taken, so nothing is kept.
       chunk.begin(page, record.layout, index, record.on_trust);
       chunk.apply(here, *record.step, options_.seed, pool_);
     }

@@ -87,8 +87,8 @@ class Updater final : public pager::Debts {
   /// (TrainedPage::can_be_undone).
   void start(std::span<TrainedPage* const> order, std::shared_ptr<const StepScalars> scalars,
              bool on_trust = false);
-  /// What has not been made of these updates is left out. Returns when none is under way: the pages
-  /// have another version, and are to be undone.
+  /// What has not been made of these updates is left out. Returns when none is under way. The pages
+  /// get another version all the same, which is nobody's to use: they are to be undone.
   void give_up(std::span<TrainedPage* const> pages);
   /// State and parameters of pages that owe an update, which has not been started, are again what
   /// they were before the last one. That was started on trust, and their gradients are still there.

@@ -70,7 +70,8 @@ struct alignas(64) Page {
   std::uint32_t readers = 0;  // of home, outside the pager
   std::uint32_t lookups = 0;  // operators in flight that read home: its storage points there
   std::uint32_t place = 0;    // in the pager's list of resident pages
-  /// Updates that home has seen, and that it must have seen before anybody may look.
+  /// Updates that home has seen, undone ones included, and that it must have seen before anybody
+  /// may look.
   std::uint64_t version = 0;
   std::uint64_t wanted = 0;
   std::uint64_t last_touch = 0;  // position in the sequence of touches

@@ -39,7 +39,7 @@ Home Tiers::allocate(Bytes bytes, Placement placement, std::string_view tag,
                      std::string_view name) {
   if (placement == Placement::Device) return as_home(arena_->allocate(bytes, name));
   if (placement == Placement::Nvme) return on_nvme(bytes, tag);
-  if (auto home = on_host(bytes, tag, name)) return std::move(*home);
+  if (auto home = try_allocate_on_host(bytes, tag, name)) return std::move(*home);
   if (swap_ != nullptr) return on_nvme(bytes, tag);
   // Throws, with the holders.
   (void)host_budget_.reserve(bytes, tag);
@@ -55,7 +55,8 @@ Home Tiers::as_home(device::Block block) {
   return home;
 }
 
-std::optional<Home> Tiers::on_host(Bytes bytes, std::string_view tag, std::string_view name) {
+std::optional<Home> Tiers::try_allocate_on_host(Bytes bytes, std::string_view tag,
+                                                std::string_view name) {
   // What goes to NVMe later needs host bytes for its checksums: they are not given away.
   constexpr Bytes kMostForSums = 16;
   const Bytes sums = swap_ == nullptr ? 0

@@ -58,6 +58,9 @@ class Tiers {
 
   /// Bytes for `tag`, where `placement` says. BudgetExceeded when they fit nowhere it allows.
   Home allocate(Bytes bytes, Placement placement, std::string_view tag, std::string_view name);
+  /// The same in host memory; nothing where that has no room.
+  std::optional<Home> try_allocate_on_host(Bytes bytes, std::string_view tag,
+                                           std::string_view name);
 
   /// A home made of a block of the arena.
   Home as_home(device::Block block);
@@ -87,7 +90,6 @@ class Tiers {
   const Budget& budget(Tier tier) const noexcept;
 
  private:
-  std::optional<Home> on_host(Bytes bytes, std::string_view tag, std::string_view name);
   Home on_nvme(Bytes bytes, std::string_view tag);
 
   Options options_;

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Updates that begin before the norm is known: as if they had waited for it, whatever it turns out
 // to be.
+#include <limits>
+
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -49,6 +51,12 @@ class ClipAhead : public testing::TestWithParam<std::tuple<int, unsigned>> {
     rehearse(r, comm::make_thread_worlds(r.ranks), [&](int rank, Runtime& runtime) {
       const auto updates = runtime.stats().updates;
       out[static_cast<std::size_t>(rank)] = {updates.early, updates.undone};
+      const Budget& budget = runtime.tiers().budget(pager::Tier::Host);
+      if (rank == 0) host_peak_ = budget.peak();
+      for (const BudgetHolder& holder : budget.holders()) {
+        if (rank == std::min(1, r.ranks - 1) && holder.tag == pager::tag::kUndo)
+          undo_ = holder.bytes;
+      }
     });
     return out;
   }
@@ -57,6 +65,8 @@ class ClipAhead : public testing::TestWithParam<std::tuple<int, unsigned>> {
   }
 
   Rehearsal r;
+  Bytes host_peak_ = 0;  // of rank 0, when it last trained
+  Bytes undo_ = 0;       // what rank 1, or the only one, had to undo updates with
 };
 
 // The first step begins nothing early; the third and the sixth come after one that did not clip,
@@ -76,13 +86,14 @@ TEST_P(ClipAhead, GivesTheSameBitsWithEveryStateThereIs) {
   GTEST_SKIP() << "minutes under this sanitizer, and no thread that the other tests do not have";
 #endif
   const std::uint64_t pages = r.pages.size();
+  const std::vector<Optimizer> others = {Adam{.weight_decay = 0.1}, Sgd{.lr = 0.1, .momentum = 0.9},
+                                         Sgd{.lr = 0.1}, Lion{}, Sgd{.lr = 0.1}};
+  std::size_t next = 0;
   for (const kernels::Dtype dtype :
        {kernels::Dtype::BF16, kernels::Dtype::F16, kernels::Dtype::F32}) {
     for (const auto master : {Master::Whole, Master::Split}) {
       for (const auto moments : {MomentType::Fp32, MomentType::Bf16}) {
-        for (const Optimizer& optimizer : {Optimizer(AdamW{}), Optimizer(Adam{.weight_decay = 0.1}),
-                                           Optimizer(Sgd{.lr = 0.1, .momentum = 0.9}),
-                                           Optimizer(Sgd{.lr = 0.1}), Optimizer(Lion{})}) {
+        for (const Optimizer& optimizer : {Optimizer(AdamW{}), others[next++ % others.size()]}) {
           r.dtype = dtype;
           if (dtype == kernels::Dtype::F32) r.config.device_budget = 240_KiB;
           r.config.master = master;
@@ -129,6 +140,28 @@ TEST_P(ClipAhead, SoWithPagesThatNeverLeaveTheDevice) {
   for (const Counts& counts : train()) EXPECT_GT(counts.undone, 0U);
 }
 
+TEST_P(ClipAhead, SoWithNormsThatAreNone) {
+  r.gradient_sizes = {kNot, kNot, std::numeric_limits<float>::infinity()};
+  r.steps = 3;
+  const std::uint64_t pages = r.pages.size();
+  EXPECT_EQ(train(), on_each_rank({2 * pages, 0}));
+}
+
+TEST_P(ClipAhead, RanksUndoAsMuchAsTheOneThatHasRoomForLeast) {
+  const Counts all = train()[0];
+  const Bytes host = host_peak_;
+  const Bytes undo = undo_;
+  r.configure = [&](int rank, Config& config) {
+    if (rank == 0) config.host_budget = host - undo / 2;
+  };
+  const std::vector<Counts> counts = train();
+  EXPECT_EQ(counts, on_each_rank(counts[0]));
+  EXPECT_GT(counts[0].undone, 0U);
+  EXPECT_LT(counts[0].undone, all.undone);
+  EXPECT_GT(undo_, 0U);
+  EXPECT_LT(undo_, undo);  // nobody keeps what another does not
+}
+
 TEST_P(ClipAhead, LeavesToTheStepWhatCannotBeUndone) {
   const io::ScratchDirectory directory;
   r.config.optimizer = Placement::Nvme;
@@ -138,7 +171,8 @@ TEST_P(ClipAhead, LeavesToTheStepWhatCannotBeUndone) {
 }
 
 INSTANTIATE_TEST_SUITE_P(, ClipAhead,
-                         testing::Combine(testing::Values(1, 2, 3), testing::Values(0U, 1U, 3U)),
+                         testing::Values(std::tuple(1, 3U), std::tuple(2, 0U), std::tuple(2, 2U),
+                                         std::tuple(3, 1U), std::tuple(3, 3U)),
                          [](const auto& info) {
                            return fmt::format("{}RanksZero{}", std::get<0>(info.param),
                                               std::get<1>(info.param));

@@ -158,7 +158,9 @@ std::vector<std::vector<Bits>> expected(const Rehearsal& r) {
       }
     }
     double factor = 1;
-    if (r.config.clip > 0) factor = std::min(1.0, r.config.clip / (std::sqrt(squares) + 1e-6));
+    if (r.config.clip > 0 && std::isfinite(squares)) {
+      factor = std::min(1.0, r.config.clip / (std::sqrt(squares) + 1e-6));
+    }
     for (std::size_t p = 0; p < pages.size(); ++p) {
       Plain& page = pages[p];
       if (!page.filled) continue;
@@ -177,6 +179,12 @@ std::vector<std::vector<Bits>> expected(const Rehearsal& r) {
   return out;
 }
 
+Config config_of(const Rehearsal& r, int rank) {
+  Config out = r.config;
+  if (r.configure) r.configure(rank, out);
+  return out;
+}
+
 /// One rank.
 class Rank {
  public:
@@ -186,7 +194,7 @@ class Rank {
         right_(right),
         rank_(world->rank()),
         places_(r.pages.size()),
-        runtime_(r.config, std::move(world)) {
+        runtime_(config_of(r, rank_), std::move(world)) {
     const Bytes size = kernels::element_size(r.dtype);
     std::vector<TrainedSpec> trained;
     for (std::size_t p = 0; p < r.pages.size(); ++p) {

@@ -33,6 +33,8 @@ struct Rehearsal {
   /// Called between the last backward and step(), on the rank's thread.
   std::function<void(int step, Runtime& runtime)> before_step;
   std::vector<float> gradient_sizes;  // factors of the steps' gradients, over and over; empty: 1
+  /// Changes what a rank has for itself.
+  std::function<void(int rank, Config& config)> configure;
   std::vector<std::uint64_t> pages = {300, 5000, 9000, 20000, 4096, 1};
 };
 
