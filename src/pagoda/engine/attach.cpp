@@ -168,38 +168,30 @@ void Runtime::attach(const std::vector<Page*>& pages, std::vector<TrainedSpec> s
 /// What it takes to undo updates, as far as the host has room beside all that must be there. Where
 /// it has none, or states lie elsewhere, updates wait for step(): on all ranks or on none.
 void Runtime::make_room_to_undo() {
-  const auto in_place = [&](const pager::Home& home) { return tiers_->in_place(home); };
-  const auto bytes_of = [&](const TrainedPage& page) {
-    return optim::Updater::undo_bytes(page,
-                                      updater_->layout(page, groups_[page.parameters[0].group]));
-  };
-  std::vector<TrainedPage*> could;
   Bytes expected = 0;
-  // The gradients that come first gain most.
-  for (auto last = trained_.rbegin(); last != trained_.rend(); ++last) {
-    TrainedPage& page = **last;
-    if (!page.one_parameter() || !in_place(page.state) || !in_place(page.gradient) ||
-        !in_place(page.page->home)) {
-      continue;
+  for (const auto& page : trained_) {
+    if (const auto bytes = updater_->undo_bytes(*page)) {
+      expected += bytes->state + bytes->parameters;
     }
-    could.push_back(&page);
-    expected += bytes_of(page).state + bytes_of(page).parameters;
   }
   tiers_->host().expect(pager::tag::kUndo, expected);
   const auto in_wait =
       tiers_->budget(Tier::Host)
           .try_reserve(gradients_in_wait(pages_, alone()).bytes, pager::tag::kGradients);
   std::vector<std::uint64_t> cannot(trained_.size(), 1);
-  for (TrainedPage* page : could) {
+  // The gradients that come first gain most.
+  for (auto last = trained_.rbegin(); last != trained_.rend() && in_wait; ++last) {
+    TrainedPage& page = **last;
     const auto on_host = [&](Bytes bytes) {
-      return tiers_->try_allocate_on_host(bytes, pager::tag::kUndo, page->page->name);
+      return tiers_->try_allocate_on_host(bytes, pager::tag::kUndo, page.page->name);
     };
-    auto spare = in_wait ? on_host(bytes_of(*page).state) : std::nullopt;
-    auto before = spare ? on_host(bytes_of(*page).parameters) : std::nullopt;
+    const auto bytes = updater_->undo_bytes(page);
+    auto spare = bytes ? on_host(bytes->state) : std::nullopt;
+    auto before = spare ? on_host(bytes->parameters) : std::nullopt;
     if (!before) continue;
-    page->spare = std::move(*spare);
-    page->before = std::move(*before);
-    cannot[page->number] = 0;
+    page.spare = std::move(*spare);
+    page.before = std::move(*before);
+    cannot[page.number] = 0;
   }
   if (!alone()) control_->all_reduce_max(cannot);
   for (const auto& page : trained_) {

@@ -127,15 +127,6 @@ StateLayout Updater::layout(const TrainedPage& page, const Optimizer& optimizer)
   return out;
 }
 
-Updater::UndoBytes Updater::undo_bytes(const TrainedPage& page,
-                                       const StateLayout& layout) noexcept {
-  // What an update leaves out would have to be copied.
-  if (!page.one_parameter()) return {};
-  const std::uint64_t count = page.updated.size();
-  const bool made_from_master = layout.master == StateLayout::Master::Whole;
-  return {layout.bytes(count), made_from_master ? 0 : count * page.page->element_size};
-}
-
 /// Bytes of an element that pass through buffers.
 Bytes Updater::buffered_bytes(const TrainedPage& page, const StateLayout& layout) const {
   const pager::Tiers& tiers = pager_.tiers();
@@ -164,6 +155,16 @@ void Updater::add(TrainedPage& page, const Optimizer& optimizer) {
   const std::lock_guard lock(mutex_);
   record->done = record->target = page.page->version;
   records_[page.page] = std::move(record);
+}
+
+std::optional<Updater::UndoBytes> Updater::undo_bytes(const TrainedPage& page) const {
+  const std::lock_guard lock(mutex_);
+  const Record& record = *records_.at(page.page);
+  // Of a page with several parameters, what an update leaves out would have to be copied.
+  if (!record.in_place || !page.one_parameter()) return std::nullopt;
+  const bool made_from_master = record.layout.master == StateLayout::Master::Whole;
+  return UndoBytes{page.state.size(),
+                   made_from_master ? 0 : page.updated.size() * page.page->element_size};
 }
 
 void Updater::remove(TrainedPage& page) {

@@ -7,6 +7,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <thread>
 #include <unordered_map>
@@ -69,18 +70,19 @@ class Updater final : public pager::Debts {
 
   void set_callbacks(Finished finished, Writing writing);
 
-  /// What a page's updates take to be undone, beside its state: nothing where that cannot be.
-  struct UndoBytes {
-    Bytes state = 0;
-    Bytes parameters = 0;
-  };
-  static UndoBytes undo_bytes(const TrainedPage& page, const StateLayout& layout) noexcept;
-
   /// The layout of a page's state under `optimizer`.
   StateLayout layout(const TrainedPage& page, const Optimizer& optimizer) const;
   /// Knows the page from now on. Its state is blank.
   void add(TrainedPage& page, const Optimizer& optimizer);
   void remove(TrainedPage& page);
+
+  /// What a page's updates take to be undone: TrainedPage::spare and ::before.
+  struct UndoBytes {
+    Bytes state = 0;
+    Bytes parameters = 0;
+  };
+  /// Of a page that add() has told of; nothing where its updates cannot be undone.
+  std::optional<UndoBytes> undo_bytes(const TrainedPage& page) const;
 
   /// The pages, which the pager knows to owe an update, are updated: in this order, where follow()
   /// has said nothing of them. `on_trust`: they may still be undone, which each of them must allow

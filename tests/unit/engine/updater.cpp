@@ -85,7 +85,7 @@ class UpdaterAlone : public testing::Test {
   /// One whose updates can be undone.
   TrainedPage& undoable_page(std::uint64_t elements) {
     TrainedPage& out = page(elements);
-    const auto bytes = Updater::undo_bytes(out, updater_->layout(out, rule_));
+    const auto bytes = updater_->undo_bytes(out).value();
     const auto allocate = [&](Bytes count) {
       return tiers_->allocate(count, pager::Placement::Host, pager::tag::kUndo, "undo");
     };
