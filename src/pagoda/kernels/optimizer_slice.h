@@ -78,13 +78,14 @@ struct OptimizerSlice {
     out.first_index = first_index + begin;
     out.count = end - begin;
     out.grad = grad.from(begin);
-    out.master = master == nullptr ? nullptr : master + begin;
-    out.rest = rest == nullptr ? nullptr : rest + begin;
+    const auto from = [begin](auto* array) { return array == nullptr ? array : array + begin; };
+    out.master = from(master);
+    out.rest = from(rest);
     out.param = param.from(begin);
     out.momentum = momentum.from(begin);
     out.variance = variance.from(begin);
-    out.to.master = to.master == nullptr ? nullptr : to.master + begin;
-    out.to.rest = to.rest == nullptr ? nullptr : to.rest + begin;
+    out.to.master = from(to.master);
+    out.to.rest = from(to.rest);
     out.to.momentum = to.momentum.from(begin);
     out.to.variance = to.variance.from(begin);
     return out;
