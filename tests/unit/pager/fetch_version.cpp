@@ -1,0 +1,109 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a fetch asks other ranks for.
+#include <deque>
+#include <latch>
+#include <map>
+#include <thread>
+
+#include <gtest/gtest.h>
+
+#include "pagoda/device/host/host_device.h"
+#include "pagoda/pager/pager.h"
+#include "unit/pager/plain_binding.h"
+
+namespace pagoda::pager {
+namespace {
+
+/// Wants these pages fetched ahead, one after the other.
+class WantsPages final : public Foresight {
+ public:
+  void want(std::vector<PageId> pages) { pages_ = {pages.begin(), pages.end()}; }
+  void touched(PageId /*page*/, std::uint8_t /*mode*/, Nanos /*now*/) override {}
+  void stalled(Nanos /*wait*/) override {}
+  void forget(PageId /*page*/) override {}
+  void fetched(Bytes /*bytes*/, double /*seconds*/) override {}
+  PageId next_fetch(const Occupancy& /*occupancy*/) override {
+    if (pages_.empty()) return kNoPage;
+    const PageId out = pages_.front();
+    pages_.pop_front();
+    return out;
+  }
+  PageId victim(const Occupancy& /*occupancy*/, PageId /*for_page*/, bool /*dirty*/) override {
+    return kNoPage;
+  }
+
+ private:
+  std::deque<PageId> pages_;  // guarded by the pager's lock
+};
+
+/// Other ranks, who take their time with the first pull.
+class SlowRanks final : public RemoteSlices {
+ public:
+  void pull(PageId page, std::uint64_t version, std::span<const Piece> /*pieces*/) override {
+    const bool first = versions_.empty();  // there is one fetch thread
+    versions_[page] = version;
+    if (!first) return;
+    asked.count_down();
+    answer.wait();
+  }
+  std::uint64_t version_asked(const Page& page) const { return versions_.at(page.id); }
+
+  std::latch asked{1};
+  std::latch answer{1};
+
+ private:
+  std::map<PageId, std::uint64_t> versions_;
+};
+
+// Other ranks make the next version when their steps are through with fetches of the one before: if
+// such a fetch asked for it, all would wait for one another.
+TEST(Pager, AFetchAsksForTheVersionThatItWasStartedWith) {
+  constexpr Bytes kBytes = 32_KiB;  // elements enough for two slices
+  Tiers::Options options;
+  options.device = device::host::make_device({});
+  options.device_budget = 8 * kBytes;
+  options.host_budget = 16_MiB;
+  Tiers tiers(options);
+  PlainBinding bindings[3];
+  Pager::Options two_ranks;
+  two_ranks.slicing.ranks = 2;
+  two_ranks.fetch_threads = 1;
+  SlowRanks others;
+  WantsPages foresight;
+  Pager pager(tiers, two_ranks);
+  pager.set_remote(&others);
+  pager.set_foresight(&foresight);
+  const auto add = [&](const char* name, PlainBinding& binding) -> Page& {
+    const std::vector<std::byte> contents(kBytes);
+    Page& page = pager.adopt(name, kBytes / 2, 2, Placement::Host, contents.data(),
+                             device::Direction::HostToHost);
+    pager.set_binding(page, &binding);
+    return page;
+  };
+  Page& fetched = add("fetched", bindings[0]);
+  Page& queued = add("queued", bindings[1]);
+  Page& touched = add("touched", bindings[2]);
+  for (Page* page : {&fetched, &queued}) {
+    pager.set_home_range(*page, pager.slice_of(*page), Placement::Host);
+  }
+  const Access access{&touched, false};
+  foresight.want({fetched.id, queued.id});
+  pager.touch({&access, 1}, 0, nullptr);
+  pager.unpin({&access, 1}, nullptr);
+  others.asked.wait();
+  std::jthread step([&] {
+    Page* const owing = &queued;
+    pager.owe({&owing, 1});
+  });
+  for (bool owes = false; !owes; std::this_thread::yield()) {
+    const auto lock = pager.lock();
+    owes = queued.owes();
+  }
+  others.answer.count_down();
+  step.join();
+  EXPECT_EQ(others.version_asked(queued), 0U);
+  pager.set_foresight(nullptr);
+}
+
+}  // namespace
+}  // namespace pagoda::pager
