@@ -52,14 +52,17 @@ void EarlyUpdates::backward_ends(std::span<const std::unique_ptr<TrainedPage>> a
 
 void EarlyUpdates::forbid(std::string_view what) {
   std::unique_lock lock(mutex_);
-  if (pass_ != Pass::LastOver || mode_ == Mode::Never) return;
+  if (mode_ == Mode::Never) return;
+  const bool last = pass_ == Pass::LastOpen || pass_ == Pass::LastOver;
+  if (!last && begun_ == 0) return;  // a rank without a last pass has begun what others' brought
   answered_.wait(lock, [&] { return asked_ == 0 || failed_; });
   if (begun_ > 0) {
     throw UserError(fmt::format(
-        "{} came after the last backward() of a step and before step(): its updates have begun. "
-        "Set accumulation to the number of backward() calls in a step and do what changes the step "
-        "before the last of them, or set early_updates to false",
-        what));
+        "{} came after the last backward() of a step had begun{} and before step(): its updates "
+        "have "
+        "begun, too. Set accumulation to the number of backward() calls in a step and do what "
+        "changes the step before the last of them, or set early_updates to false",
+        what, pass_ == Pass::LastOpen ? " (it failed, or is not over)" : ""));
   }
   mode_ = Mode::Never;
   log::info("engine", "updates begin in step() from now on: something came between backward and it",

@@ -43,13 +43,14 @@ class EarlyUpdates {
   void gradient_comes(optim::TrainedPage& page);
   /// The pass is over: `all` trained pages have had their turn.
   void backward_ends(std::span<const std::unique_ptr<optim::TrainedPage>> all);
-  /// The user does `what` between the last backward and the step, which changes what the step does.
-  /// UserError if an update has begun; otherwise none begins before step() from now on. Waits for
-  /// what the ranks are being asked.
+  /// The user does `what` after the last backward has begun and before the step, which changes what
+  /// the step does. UserError if an update has begun; otherwise none begins before step() from now
+  /// on. Waits for what the ranks are being asked.
   void forbid(std::string_view what);
   /// The engine has failed: nobody waits for an answer any more.
   void fail() noexcept;
-  /// step() waits for gradients: where this rank had no last pass, updates are made with these.
+  /// Somebody waits for the gradients of all ranks: where this one had no last pass, updates are
+  /// made with these rules.
   void no_more_backward(const std::vector<Optimizer>& rules);
   /// step() takes over, with all gradients there. `clipped`: it does not take them as they are, so
   /// the next is not trusted to.

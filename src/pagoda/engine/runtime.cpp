@@ -392,6 +392,12 @@ void Runtime::barrier() {
   }
 }
 
+/// All gradients are added up, over all ranks: their updates may begin here as well.
+void Runtime::await_gradients() {
+  early_->no_more_backward(groups_);
+  reducer_->finish();
+}
+
 /// A violation on a thread that could not throw it is thrown here.
 void Runtime::check_order() const {
   if (const auto& checker = device_->checker()) checker->check();
@@ -400,7 +406,7 @@ void Runtime::check_order() const {
 double Runtime::grad_norm() {
   check();
   try {
-    reducer_->finish();
+    await_gradients();
     for (const auto& page : trained_) {
       if (!page->filled() || !page->squares.empty() || page->reduced.empty()) continue;
       std::vector<float> values(page->reduced.size());
@@ -418,7 +424,7 @@ void Runtime::zero_grad() {
   check();
   early_->forbid("zero_grad()");
   try {
-    reducer_->finish();
+    await_gradients();
     for (const auto& page : trained_) optim::Gradients::clear(*page);
   } catch (...) {
     fail_and_throw();
@@ -429,7 +435,7 @@ void Runtime::read_gradient(const Page& page, std::span<float> to) {
   check();
   const TrainedPage* trained = this->trained(page);
   PAGODA_REQUIRE(trained != nullptr, "page '{}' is not trained: it has no gradient", page.name);
-  reducer_->finish();
+  await_gradients();
   if (alone()) {
     gradients_->read(*trained, 0, to);
     return;

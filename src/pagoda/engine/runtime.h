@@ -124,6 +124,7 @@ class Runtime {
   StepResult step_together(bool leaving, bool& all_leaving,
                            const std::function<void(pager::Page&)>& bumped);
   void settle();
+  void await_gradients();
   void check_order() const;
   void linger() noexcept;
   [[noreturn]] void fail_and_throw();

@@ -35,8 +35,7 @@ StepResult Runtime::step_together(bool leaving, bool& all_leaving,
   check();
   PAGODA_TRACE("engine", "step");
   try {
-    early_->no_more_backward(groups_);
-    reducer_->finish();
+    await_gradients();
     check_order();
 
     std::vector<TrainedPage*> pages;

@@ -58,6 +58,7 @@ Bits initial(const Rehearsal& r, std::size_t page) {
 }
 
 bool contributes(const Rehearsal& r, int rank, int step, int micro, std::size_t page) {
+  if (rank == r.idle_rank) return false;
   if (r.all_contribute) return true;
   if ((page + static_cast<std::size_t>(step)) % 4 == 3) return false;  // nobody has it
   return (static_cast<std::size_t>(rank + step + micro) + page) % 3 != 0;
@@ -71,6 +72,11 @@ Bits gradient(const Rehearsal& r, int rank, int step, int micro, std::size_t pag
       r.gradient_sizes.empty() ? 1.0F : r.gradient_sizes[at % r.gradient_sizes.size()];
   for (std::size_t i = 0; i < values.size(); ++i) values[i] = size * made_up(2 + seed, page, i);
   return in_type(r.dtype, values);
+}
+
+double learning_rate(const Rehearsal& r, int step) {
+  if (r.learning_rates.empty()) return optim::learning_rate(r.optimizer);
+  return r.learning_rates[static_cast<std::size_t>(step) % r.learning_rates.size()];
 }
 
 bool is_written(const Rehearsal& r, int step, std::size_t page) {
@@ -161,6 +167,8 @@ std::vector<std::vector<Bits>> expected(const Rehearsal& r) {
     if (r.config.clip > 0 && std::isfinite(squares)) {
       factor = std::min(1.0, r.config.clip / (std::sqrt(squares) + 1e-6));
     }
+    Optimizer optimizer = r.optimizer;
+    optim::set_learning_rate(optimizer, learning_rate(r, step));
     for (std::size_t p = 0; p < pages.size(); ++p) {
       Plain& page = pages[p];
       if (!page.filled) continue;
@@ -172,7 +180,7 @@ std::vector<std::vector<Bits>> expected(const Rehearsal& r) {
       if (!page.momentum.empty()) slice.momentum = kernels::Elements{moments, page.momentum.data()};
       if (!page.variance.empty()) slice.variance = kernels::Elements{moments, page.variance.data()};
       const std::uint64_t seed = kernels::mix64(kernels::mix64(r.config.seed) ^ p);
-      optim::apply(r.optimizer, {++page.updates, factor, seed}, slice, pool);
+      optim::apply(optimizer, {++page.updates, factor, seed}, slice, pool);
       if (r.dtype == Dtype::F32) page.value = in_type(Dtype::F32, page.master);
     }
   }
@@ -219,10 +227,11 @@ class Rank {
   void train() {
     for (int step = 0; step < r_.steps; ++step) {
       write(step);
+      runtime_.set_learning_rate(0, learning_rate(r_, step));
       for (int micro = 0; micro < r_.micro_batches; ++micro) {
         if (r_.looks_up) look_up(step, micro);
         forward(step);
-        backward(step, micro);
+        if (rank_ != r_.idle_rank) backward(step, micro);
       }
       if (r_.before_step) r_.before_step(step, runtime_);
       if (r_.late_from >= 0 && step >= r_.late_from) look(step, {{pages_[1], false}});
@@ -313,7 +322,8 @@ class Rank {
   }
 
   void backward(int step, int micro) {
-    runtime_.begin_backward(micro + 1 == r_.micro_batches);
+    const bool last = micro + 1 == r_.micro_batches;
+    runtime_.begin_backward(last);
     for (std::size_t i = pages_.size(); i-- > 0;) {
       look(step, {{pages_[i], false}});
       if (!contributes(r_, rank_, step, micro, i)) continue;
@@ -325,6 +335,7 @@ class Rank {
       contribution.keep = bits;
       runtime_.contribute(std::move(contribution));
     }
+    if (last && r_.in_backward) r_.in_backward(step, runtime_);
     runtime_.end_backward();
   }
 

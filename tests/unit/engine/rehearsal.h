@@ -32,7 +32,11 @@ struct Rehearsal {
   int late_from = -1;     // from this step on, page 1 is looked at between backward and step()
   /// Called between the last backward and step(), on the rank's thread.
   std::function<void(int step, Runtime& runtime)> before_step;
-  std::vector<float> gradient_sizes;  // factors of the steps' gradients, over and over; empty: 1
+  /// Called within the last backward, with all gradients handed over, on the rank's thread.
+  std::function<void(int step, Runtime& runtime)> in_backward;
+  int idle_rank = -1;                  // has forwards, and no backward
+  std::vector<double> learning_rates;  // of the steps, over and over; empty: the optimizer's
+  std::vector<float> gradient_sizes;   // factors of the steps' gradients, over and over; empty: 1
   /// Changes what a rank has for itself.
   std::function<void(int rank, Config& config)> configure;
   std::vector<std::uint64_t> pages = {300, 5000, 9000, 20000, 4096, 1};

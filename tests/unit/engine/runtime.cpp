@@ -130,9 +130,9 @@ class EarlyUpdates : public testing::TestWithParam<std::tuple<int, unsigned>> {
     r.steps = 4;
     std::tie(r.ranks, r.config.zero) = GetParam();
   }
-  /// In the third step all updates have begun when `then` is called, before step().
-  void before_third_step(std::function<void(Runtime&)> then) {
-    r.before_step = [this, then = std::move(then)](int step, Runtime& runtime) {
+  /// In the third step, when all updates have begun.
+  auto in_third_step(std::function<void(Runtime&)> then) {
+    return [this, then = std::move(then)](int step, Runtime& runtime) {
       if (step != 2) return;
       while (runtime.stats().updates.early < 2 * r.pages.size()) std::this_thread::yield();
       then(runtime);
@@ -168,7 +168,7 @@ TEST_P(EarlyUpdates, LeaveAPageAloneThatIsLookedAtBeforeTheStep) {
 
 TEST_P(EarlyUpdates, MakeASurprisingLookAnErrorThatNamesThePage) {
   r.late_from = 2;
-  before_third_step([](Runtime&) {});
+  r.before_step = in_third_step([](Runtime&) {});
   try {
     rehearse(r);
     FAIL() << "page 1 was seen with an update that no step() had asked for";
@@ -179,21 +179,46 @@ TEST_P(EarlyUpdates, MakeASurprisingLookAnErrorThatNamesThePage) {
 }
 
 TEST_P(EarlyUpdates, GiveWayToAHabitOfTheUser) {
-  r.before_step = [](int /*step*/, Runtime& runtime) {
+  const auto habit = [](int /*step*/, Runtime& runtime) {
     const double lr = optim::learning_rate(runtime.groups()[0]);
     runtime.set_learning_rate(0, lr / 2);
     runtime.set_learning_rate(0, lr);
   };
+  r.before_step = habit;
+  EXPECT_EQ(early_updates(), on_each_rank(0));
+  r.before_step = {};
+  r.in_backward = habit;
   EXPECT_EQ(early_updates(), on_each_rank(0));
 }
 
 TEST_P(EarlyUpdates, RefuseWhatWouldChangeThem) {
-  before_third_step([](Runtime& runtime) {
+  const auto refused = [](Runtime& runtime) {
     EXPECT_THROW(runtime.set_learning_rate(0, 0.5), UserError);
     EXPECT_THROW(runtime.zero_grad(), UserError);
     EXPECT_THROW(runtime.begin_backward(true), UserError);
-  });
+  };
+  r.before_step = in_third_step(refused);
   EXPECT_EQ(early_updates(), on_each_rank(3 * r.pages.size()));  // …and go on as before
+  // A pass that an exception has ended is one that never ends.
+  r.before_step = {};
+  r.in_backward = in_third_step(refused);
+  EXPECT_EQ(early_updates(), on_each_rank(3 * r.pages.size()));
+}
+
+TEST_P(EarlyUpdates, HaveTheRateOfTheirStepOnARankWithoutABackward) {
+  r.idle_rank = r.ranks > 1 ? r.ranks - 1 : -1;  // somebody must have one
+  r.learning_rates = {0.1, 0.01, 0.001};
+  EXPECT_EQ(early_updates(), on_each_rank(3 * r.pages.size()));
+  // The gradients of others are added up, and their updates begin, where this rank asks for one.
+  r.before_step = [](int /*step*/, Runtime& runtime) { runtime.grad_norm(); };
+  EXPECT_EQ(early_updates(), on_each_rank(3 * r.pages.size()));
+  r.before_step = [](int step, Runtime& runtime) {
+    runtime.grad_norm();
+    if (step == 2) {
+      EXPECT_THROW(runtime.set_learning_rate(0, 0.5), UserError);
+    }
+  };
+  EXPECT_EQ(early_updates(), on_each_rank(3 * r.pages.size()));
 }
 
 INSTANTIATE_TEST_SUITE_P(, EarlyUpdates,
