@@ -118,6 +118,7 @@ def _paging(snapshots: list[Any]) -> dict[str, Any]:
         "in_vain": _difference(last, first, "pages", "wasted_prefetches") / count,
         "exposed_update": _difference(last, first, "pages", "update_stall_ns") / count / 1e9,
         "stall": sum(stalls) / count / 1e9,
+        "gradient_stall": _difference(last, first, "gradients", "stall_ns") / count / 1e9,
         "moved": {key: _difference(last, first, "moved", key) / count
                   for key in ("nvme_to_host", "host_to_nvme", "host_to_device", "device_to_host")},
         "updates": {key: _difference(last, first, "updates", key) / count

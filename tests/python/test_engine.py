@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -97,16 +98,17 @@ def test_a_plan_that_cannot_fit_fails_before_the_first_step(tmp_path: Path) -> N
         paged.attach(stack())
 
 
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise KeyError("mine")
+
+
 def test_a_python_exception_in_backward_is_the_users_own() -> None:
-    class Failing(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-            raise KeyError("mine")
-
     paged = engine()
     model = stack()
     paged.attach(model)
@@ -114,6 +116,37 @@ def test_a_python_exception_in_backward_is_the_users_own() -> None:
         paged.backward(Failing.apply(model(torch.ones(1, WIDTH))).sum())
     paged.zero_grad()
     steps(paged, model, 2)
+
+
+def test_no_step_is_half_made_after_a_backward_that_failed() -> None:
+    def half(model: torch.nn.Sequential) -> torch.Tensor:
+        return model[3:](Failing.apply(model[:3](torch.ones(1, WIDTH)))).sum()
+
+    paged = engine()
+    model = stack()
+    paged.attach(model)
+    steps(paged, model, 2)
+    early = paged.stats()["updates"]["early"]
+    with pytest.raises(KeyError, match="mine"):
+        paged.backward(half(model))
+    while paged.stats()["updates"]["early"] == early:
+        time.sleep(0.001)
+    with pytest.raises(pagoda.UserError, match="it failed.*early_updates"):
+        paged.zero_grad()
+
+    paged, plain = engine(early_updates=False), engine()
+    models = stack(), stack()
+    for each, its in zip((paged, plain), models, strict=True):
+        each.attach(its)
+        steps(each, its, 2)
+    with pytest.raises(KeyError, match="mine"):
+        paged.backward(half(models[0]))
+    paged.zero_grad()  # as if it had not been
+    for each, its in zip((paged, plain), models, strict=True):
+        steps(each, its, 2)
+        each.release(its)
+    for mine, theirs in zip(*(its.parameters() for its in models), strict=True):
+        assert torch.equal(mine, theirs)
 
 
 # Gradients.
