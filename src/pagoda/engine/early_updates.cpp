@@ -58,11 +58,10 @@ void EarlyUpdates::forbid(std::string_view what) {
   answered_.wait(lock, [&] { return asked_ == 0 || failed_; });
   if (begun_ > 0) {
     throw UserError(fmt::format(
-        "{} came after the last backward() of a step had begun{} and before step(): its updates "
-        "have "
-        "begun, too. Set accumulation to the number of backward() calls in a step and do what "
-        "changes the step before the last of them, or set early_updates to false",
-        what, pass_ == Pass::LastOpen ? " (it failed, or is not over)" : ""));
+        "{} came {} the last backward() of a step and before step(): its updates have begun. "
+        "Set accumulation to the number of backward() calls in a step and do what changes the step "
+        "before the last of them, or set early_updates to false",
+        what, pass_ == Pass::LastOpen ? "in, or after a failure of," : "after"));
   }
   mode_ = Mode::Never;
   log::info("engine", "updates begin in step() from now on: something came between backward and it",
