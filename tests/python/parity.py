@@ -105,9 +105,12 @@ def train_attached(engine: pagoda.Engine, model: torch.nn.Module, loss: Loss,
     return run
 
 
-def check_clipping_ahead(make: Make, loss: Loss, config: dict[str, Any]) -> None:
+def check_clipping_ahead(make: Make, loss: Loss, short: bool, **more: Any) -> None:
     """Updates that begin before the norm is known change nothing: neither those of the second step,
-    nor those of the third, which clips."""
+    nor those of the third, which clips. `short`: with states of few bytes."""
+    config = config_below_a_third(make, **more)
+    if short:
+        config |= {"moments": "bf16", "master": "split"}
     runs = []
     for ahead in (False, True):
         engine = pagoda.Engine(**config, clip=1.0, clip_ahead=ahead)

@@ -58,10 +58,7 @@ def test_parity(name: str, place: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("short", [False, True])
 def test_clipping_ahead_is_clipping(name: str, short: bool) -> None:
     specimen = zoo.ZOO[name]
-    config = parity.config_below_a_third(specimen.make, device="cuda")
-    if short:
-        config |= {"moments": "bf16", "master": "split"}
-    parity.check_clipping_ahead(specimen.make, specimen.loss, config)
+    parity.check_clipping_ahead(specimen.make, specimen.loss, short, device="cuda")
 
 
 def test_activations_free_the_device() -> None:

@@ -134,15 +134,15 @@ def test_no_step_is_half_made_after_a_backward_that_failed() -> None:
     with pytest.raises(pagoda.UserError, match="after a failure of, the last backward.*early_updates"):
         paged.zero_grad()
 
-    paged, plain = engine(early_updates=False), engine()
+    paged, other = engine(early_updates=False), engine()
     models = stack(), stack()
-    for each, its in zip((paged, plain), models, strict=True):
+    for each, its in zip((paged, other), models, strict=True):
         each.attach(its)
         steps(each, its, 2)
     with pytest.raises(KeyError, match="mine"):
         paged.backward(half(models[0]))
     paged.zero_grad()  # as if it had not been
-    for each, its in zip((paged, plain), models, strict=True):
+    for each, its in zip((paged, other), models, strict=True):
         steps(each, its, 2)
         each.release(its)
     for mine, theirs in zip(*(its.parameters() for its in models), strict=True):
@@ -207,10 +207,7 @@ def test_clip_is_torchs() -> None:
 @pytest.mark.parametrize("short", [False, True])
 def test_clipping_ahead_is_clipping(name: str, short: bool) -> None:
     specimen = ZOO[name]
-    config = parity.config_below_a_third(specimen.make)
-    if short:
-        config |= {"moments": "bf16", "master": "split"}
-    parity.check_clipping_ahead(specimen.make, specimen.loss, config)
+    parity.check_clipping_ahead(specimen.make, specimen.loss, short)
 
 
 # The optimizer.

@@ -22,13 +22,6 @@ using testing::AllOf;
 using testing::HasSubstr;
 using namespace pagoda::literals;
 
-Bytes held(const pagoda::engine::Stats& stats, Tier tier, std::string_view tag) {
-  for (const pagoda::BudgetHolder& holder : stats.tiers[static_cast<std::size_t>(tier)].holders) {
-    if (holder.tag == tag) return holder.bytes;
-  }
-  return 0;
-}
-
 struct StateBytes {
   Dtype dtype;
   bool fp32_gradients;
@@ -73,7 +66,7 @@ TEST(Budgets, StatesTakeTheBytesThatArithmeticSays) {
           const Bytes share = sliced ? elements / static_cast<Bytes>(ranks) : elements;
           const Bytes most =
               (sliced && ranks > 1 ? std::min(elements, share + more) : elements) * each;
-          const Bytes is = held(got.stats, tier, tag);
+          const Bytes is = got.stats.held(tier, tag);
           // Arrays of a chunk are aligned to 64 bytes, and what is on NVMe to 4 KiB.
           const Bytes arrays = tag == "optimizer" ? got.parameters.size() * 3 * 64 * 8 : 0;
           const Bytes padding = arrays + (nvme ? got.parameters.size() * 4_KiB : 0);

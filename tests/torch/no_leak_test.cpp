@@ -35,13 +35,6 @@ pagoda::Config on_disk(const Options& options, const ScratchDirectory& scratch) 
   return config;
 }
 
-pagoda::Bytes held(const Trainee& trainee, pagoda::pager::Tier tier, std::string_view tag) {
-  for (const auto& holder : trainee.stats().tiers[static_cast<std::size_t>(tier)].holders) {
-    if (holder.tag == tag) return holder.bytes;
-  }
-  return 0;
-}
-
 int threads_here() {
   std::ifstream status("/proc/self/status");
   for (std::string line; std::getline(status, line);) {
@@ -83,9 +76,11 @@ TEST(NoLeak, PagesGoWithTheirStorages) {
   Trainee trainee(options, {}, on_disk(options, scratch));
   trainee.train(0);
   const auto parameters = [&] {
-    return held(trainee, Tier::Nvme, pagoda::pager::tag::kParameters);
+    return trainee.stats().held(Tier::Nvme, pagoda::pager::tag::kParameters);
   };
-  const auto sums = [&] { return held(trainee, Tier::Host, pagoda::pager::tag::kChecksums); };
+  const auto sums = [&] {
+    return trainee.stats().held(Tier::Host, pagoda::pager::tag::kChecksums);
+  };
   const pagoda::Bytes before = parameters();
   const pagoda::Bytes sums_before = sums();
   ASSERT_GT(before, 0U);

@@ -20,6 +20,13 @@ void line(std::string& out, std::string_view name, std::string_view value) {
 
 }  // namespace
 
+Bytes Stats::held(pager::Tier tier, std::string_view tag) const noexcept {
+  for (const BudgetHolder& holder : tiers[static_cast<std::size_t>(tier)].holders) {
+    if (holder.tag == tag) return holder.bytes;
+  }
+  return 0;
+}
+
 double Stats::hidden_updates() const noexcept {
   const Nanos total = updates.busy + updates.waited_io;
   if (total <= 0) return 1;

@@ -4,6 +4,7 @@
 #include <array>
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "pagoda/base/budget.h"
@@ -36,6 +37,8 @@ struct Stats {
   Bytes device_pages_peak = 0;
   std::array<TierStats, 3> tiers;  // by Tier
 
+  /// What a holder has of a tier now.
+  Bytes held(pager::Tier tier, std::string_view tag) const noexcept;
   /// Updates that operators did not wait for, as a share of all; 1 when there were none.
   double hidden_updates() const noexcept;
   /// As people read it.

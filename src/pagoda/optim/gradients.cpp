@@ -128,9 +128,7 @@ void Gradients::add_piece(TrainedPage& page, std::uint64_t begin, std::uint64_t 
 }
 
 std::byte* Gradients::take_as_is(TrainedPage& page, const std::vector<bool>& present) noexcept {
-  const bool whole = page.parameters.size() == 1 && page.segments.size() == 1 &&
-                     page.segments[0].range.size() == page.elements() &&
-                     page.gradient_range.size() == page.elements();
+  const bool whole = page.one_parameter() && page.gradient_range.size() == page.elements();
   const bool same = page.gradient_dtype == page.dtype && options_.scale == 1;
   if (!whole || !same || !present[0] || page.filled() || !tiers_.in_place(page.gradient)) {
     return nullptr;

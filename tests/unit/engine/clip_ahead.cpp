@@ -21,16 +21,7 @@ constexpr float kNot = 1e-3F;
 class ClipAhead : public testing::TestWithParam<std::tuple<int, unsigned>> {
  protected:
   ClipAhead() {
-    r.config.device = "cpu";
-    r.config.device_budget = 160_KiB;
-    r.config.gradient_staging = 80_KiB;
-    r.config.parameters = r.config.gradients = r.config.optimizer = Placement::Host;
-    r.config.staging = 16_KiB;
-    r.config.update_chunk = 16_KiB;
-    r.config.update_buffers = 2;
-    r.config.bucket = 24_KiB;
-    r.config.fetch_threads = 2;
-    r.config.update_threads = 2;
+    r.config = tiny();
     r.config.clip = 0.5;
     r.config.clip_ahead = true;
     r.config.prefetch = false;  // a page that is just being fetched waits for step()
@@ -49,13 +40,11 @@ class ClipAhead : public testing::TestWithParam<std::tuple<int, unsigned>> {
   std::vector<Counts> train() {
     std::vector<Counts> out(static_cast<std::size_t>(r.ranks));
     rehearse(r, comm::make_thread_worlds(r.ranks), [&](int rank, Runtime& runtime) {
-      const auto updates = runtime.stats().updates;
-      out[static_cast<std::size_t>(rank)] = {updates.early, updates.undone};
-      const Budget& budget = runtime.tiers().budget(pager::Tier::Host);
-      if (rank == 0) host_peak_ = budget.peak();
-      for (const BudgetHolder& holder : budget.holders()) {
-        if (rank == std::min(1, r.ranks - 1) && holder.tag == pager::tag::kUndo)
-          undo_ = holder.bytes;
+      const Stats stats = runtime.stats();
+      out[static_cast<std::size_t>(rank)] = {stats.updates.early, stats.updates.undone};
+      if (rank == 0) host_peak_ = runtime.tiers().budget(pager::Tier::Host).peak();
+      if (rank == std::min(1, r.ranks - 1)) {
+        undo_ = stats.held(pager::Tier::Host, pager::tag::kUndo);
       }
     });
     return out;
@@ -173,10 +162,7 @@ TEST_P(ClipAhead, LeavesToTheStepWhatCannotBeUndone) {
 INSTANTIATE_TEST_SUITE_P(, ClipAhead,
                          testing::Values(std::tuple(1, 3U), std::tuple(2, 0U), std::tuple(2, 2U),
                                          std::tuple(3, 1U), std::tuple(3, 3U)),
-                         [](const auto& info) {
-                           return fmt::format("{}RanksZero{}", std::get<0>(info.param),
-                                              std::get<1>(info.param));
-                         });
+                         kRanksAndStage);
 
 }  // namespace
 }  // namespace pagoda::engine

@@ -28,10 +28,7 @@ Bytes attach_on(Placement states, pager::Placement page_now, Config config) {
       {&page},
       {{&page, kernels::Dtype::F32, {{{0, kFitElements}, 0, 0}}, {{0, 0, 0, false, false}}}},
       {AdamW{}});
-  for (const BudgetHolder& holder : runtime.tiers().budget(pager::Tier::Host).holders()) {
-    if (holder.tag == pager::tag::kUndo) return holder.bytes;
-  }
-  return 0;
+  return runtime.stats().held(pager::Tier::Host, pager::tag::kUndo);
 }
 
 void attach_on_disk(Bytes nvme_budget) {

@@ -2,7 +2,6 @@
 #include "unit/engine/rehearsal.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <exception>
@@ -15,6 +14,7 @@
 #include "pagoda/kernels/cast.h"
 #include "pagoda/kernels/gradient_norm.h"
 #include "pagoda/kernels/rounding_counter.h"
+#include "unit/pager/plain_binding.h"
 
 namespace pagoda::engine {
 namespace {
@@ -23,16 +23,6 @@ using kernels::Dtype;
 using pager::Access;
 using pager::Page;
 using Bits = std::vector<std::byte>;
-
-class Place final : public pager::Binding {
- public:
-  void bind(std::byte* data) noexcept override { data_.store(data); }
-  void unbind(const std::string& /*why*/) noexcept override { data_.store(nullptr); }
-  std::byte* data() const noexcept { return data_.load(); }
-
- private:
-  std::atomic<std::byte*> data_{nullptr};
-};
 
 float made_up(std::uint64_t a, std::uint64_t b, std::uint64_t c) {
   const std::uint64_t bits = kernels::mix64(kernels::mix64(kernels::mix64(a) ^ b) ^ c);
@@ -64,19 +54,22 @@ bool contributes(const Rehearsal& r, int rank, int step, int micro, std::size_t 
   return (static_cast<std::size_t>(rank + step + micro) + page) % 3 != 0;
 }
 
+/// What a step has of values that come over and over.
+template <class T>
+T of_step(const std::vector<T>& values, int step, T without_any) {
+  return values.empty() ? without_any : values[static_cast<std::size_t>(step) % values.size()];
+}
+
 Bits gradient(const Rehearsal& r, int rank, int step, int micro, std::size_t page) {
   std::vector<float> values(r.pages[page]);
   const auto seed = static_cast<std::uint64_t>((rank * 100 + step) * 100 + micro);
-  const auto at = static_cast<std::size_t>(step);
-  const float size =
-      r.gradient_sizes.empty() ? 1.0F : r.gradient_sizes[at % r.gradient_sizes.size()];
+  const float size = of_step(r.gradient_sizes, step, 1.0F);
   for (std::size_t i = 0; i < values.size(); ++i) values[i] = size * made_up(2 + seed, page, i);
   return in_type(r.dtype, values);
 }
 
 double learning_rate(const Rehearsal& r, int step) {
-  if (r.learning_rates.empty()) return optim::learning_rate(r.optimizer);
-  return r.learning_rates[static_cast<std::size_t>(step) % r.learning_rates.size()];
+  return of_step(r.learning_rates, step, optim::learning_rate(r.optimizer));
 }
 
 bool is_written(const Rehearsal& r, int step, std::size_t page) {
@@ -342,12 +335,27 @@ class Rank {
   const Rehearsal& r_;
   const std::vector<std::vector<Bits>>& right_;
   const int rank_;
-  std::vector<Place> places_;
+  std::vector<pager::PlainBinding> places_;
   std::vector<Page*> pages_;
   Runtime runtime_;
 };
 
 }  // namespace
+
+Config tiny() {
+  Config config;
+  config.device = "cpu";
+  config.device_budget = 100_KiB + 60_KiB;
+  config.gradient_staging = 80_KiB;
+  config.parameters = config.gradients = config.optimizer = Placement::Host;
+  config.staging = 16_KiB;
+  config.update_chunk = 16_KiB;
+  config.update_buffers = 2;
+  config.bucket = 24_KiB;
+  config.fetch_threads = 2;
+  config.update_threads = 2;
+  return config;
+}
 
 void rehearse(const Rehearsal& rehearsal) {
   rehearse(rehearsal, comm::make_thread_worlds(rehearsal.ranks), {});

@@ -5,7 +5,10 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <tuple>
 #include <vector>
+
+#include <fmt/format.h>
 
 #include "pagoda/comm/world.h"
 #include "pagoda/engine/config.h"
@@ -14,6 +17,9 @@
 #include "pagoda/optim/optimizer.h"
 
 namespace pagoda::engine {
+
+/// Small pieces, and a device that holds little more than the largest operator.
+Config tiny();
 
 /// Training without a model: pages of known bytes are touched as a forward and a backward would,
 /// gradients are made up, and what every touch sees is compared with the same steps taken by the
@@ -49,5 +55,10 @@ using AtEnd = std::function<void(int rank, Runtime& runtime)>;
 /// Runs every rank on a thread of its own; throws at the first byte that is not as it should be.
 void rehearse(const Rehearsal& rehearsal);
 void rehearse(const Rehearsal& rehearsal, const Worlds& worlds, const AtEnd& at_end);
+
+/// Names a test by its parameters: how many ranks, and the stage.
+inline constexpr auto kRanksAndStage = [](const auto& info) {
+  return fmt::format("{}RanksZero{}", std::get<0>(info.param), std::get<1>(info.param));
+};
 
 }  // namespace pagoda::engine

@@ -12,22 +12,6 @@
 namespace pagoda::engine {
 namespace {
 
-/// Small pieces, and a device that holds little more than the largest operator.
-Config tiny() {
-  Config config;
-  config.device = "cpu";
-  config.device_budget = 100_KiB + 60_KiB;
-  config.gradient_staging = 80_KiB;
-  config.parameters = config.gradients = config.optimizer = Placement::Host;
-  config.staging = 16_KiB;
-  config.update_chunk = 16_KiB;
-  config.update_buffers = 2;
-  config.bucket = 24_KiB;
-  config.fetch_threads = 2;
-  config.update_threads = 2;
-  return config;
-}
-
 class RuntimeRanks : public testing::TestWithParam<std::tuple<int, unsigned>> {};
 
 TEST_P(RuntimeRanks, EveryTouchSeesTheBytesOfTheKernels) {
@@ -109,10 +93,7 @@ TEST_P(RuntimeRanks, SoWithRowsThatAreLookedUpWhereTheyLie) {
 
 INSTANTIATE_TEST_SUITE_P(, RuntimeRanks,
                          testing::Combine(testing::Values(1, 2, 3), testing::Values(0U, 1U, 3U)),
-                         [](const auto& info) {
-                           return fmt::format("{}RanksZero{}", std::get<0>(info.param),
-                                              std::get<1>(info.param));
-                         });
+                         kRanksAndStage);
 
 class EarlyUpdates : public testing::TestWithParam<std::tuple<int, unsigned>> {
  protected:
@@ -223,10 +204,7 @@ TEST_P(EarlyUpdates, HaveTheRateOfTheirStepOnARankWithoutABackward) {
 
 INSTANTIATE_TEST_SUITE_P(, EarlyUpdates,
                          testing::Combine(testing::Values(1, 2, 3), testing::Values(0U, 1U, 3U)),
-                         [](const auto& info) {
-                           return fmt::format("{}RanksZero{}", std::get<0>(info.param),
-                                              std::get<1>(info.param));
-                         });
+                         kRanksAndStage);
 
 TEST(Runtime, PagesOnTheDeviceAreWrittenAndUpdatedInPlace) {
   for (const auto master : {Master::Whole, Master::Split}) {
