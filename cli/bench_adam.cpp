@@ -33,7 +33,7 @@ using kernels::ConstElements;
 using kernels::Elements;
 using kernels::Fp16;
 using kernels::Isa;
-using kernels::OptimizerSlice;
+using kernels::OptimizerShard;
 
 constexpr std::size_t kGrain = 65536;  // elements a thread takes at once, of kernel and probe
 
@@ -101,20 +101,20 @@ struct Variant {
   BandwidthProbe::Streams streams;
 };
 
-OptimizerSlice slice_of(const Arrays& a, std::size_t count, ConstElements grad) {
-  OptimizerSlice slice;
-  slice.count = count;
-  slice.grad = grad;
-  slice.master = Arrays::at<float>(a.master);
-  slice.momentum = Arrays::at<float>(a.momentum);
-  slice.variance = Arrays::at<float>(a.variance);
-  return slice;
+OptimizerShard shard_of(const Arrays& a, std::size_t count, ConstElements grad) {
+  OptimizerShard shard;
+  shard.count = count;
+  shard.grad = grad;
+  shard.master = Arrays::at<float>(a.master);
+  shard.momentum = Arrays::at<float>(a.momentum);
+  shard.variance = Arrays::at<float>(a.variance);
+  return shard;
 }
 
-/// The streams of a step: what a slice reads, updates and writes.
-BandwidthProbe::Streams streams_of(const OptimizerSlice& slice) {
+/// The streams of a step: what a shard reads, updates and writes.
+BandwidthProbe::Streams streams_of(const OptimizerShard& shard) {
   BandwidthProbe::Streams out;
-  out.read = {slice.grad};
+  out.read = {shard.grad};
   const auto state = [&out](Elements from, Elements to) {
     if (!from) return;
     if (!to) return out.update.push_back(from);
@@ -122,68 +122,68 @@ BandwidthProbe::Streams streams_of(const OptimizerSlice& slice) {
     out.write.push_back(to);
   };
   const auto rest = [](std::int16_t* data) { return Elements(kernels::Dtype::BF16, data); };
-  state(slice.master, slice.to.master);
-  state(rest(slice.rest), rest(slice.to.rest));
-  state(slice.momentum, slice.to.momentum);
-  state(slice.variance, slice.to.variance);
-  if (slice.param) (slice.rest != nullptr ? out.update : out.write).push_back(slice.param);
+  state(shard.master, shard.to.master);
+  state(rest(shard.rest), rest(shard.to.rest));
+  state(shard.momentum, shard.to.momentum);
+  state(shard.variance, shard.to.variance);
+  if (shard.param) (shard.rest != nullptr ? out.update : out.write).push_back(shard.param);
   return out;
 }
 
 std::vector<Variant> variants(const Arrays& a, std::size_t count, Isa isa) {
   const kernels::Step step{10, 0.5, 1234};
   std::vector<Variant> out;
-  const auto add = [&](std::string name, const OptimizerSlice& slice, auto kernel) {
+  const auto add = [&](std::string name, const OptimizerShard& shard, auto kernel) {
     out.push_back(
         {std::move(name),
-         [=](std::size_t begin, std::size_t end) { kernel(step, slice.part(begin, end), isa); },
-         streams_of(slice)});
+         [=](std::size_t begin, std::size_t end) { kernel(step, shard.part(begin, end), isa); },
+         streams_of(shard)});
   };
-  const auto adamw = [](const kernels::Step& s, const OptimizerSlice& slice, Isa on) {
-    kernels::adam_step({.weight_decay = 0.01}, s, slice, on);
+  const auto adamw = [](const kernels::Step& s, const OptimizerShard& shard, Isa on) {
+    kernels::adam_step({.weight_decay = 0.01}, s, shard, on);
   };
   const auto* grad = Arrays::at<float>(a.grad);
   const auto* small_grad = Arrays::at<Bf16>(a.small_grad);
   auto* param = Arrays::at<Bf16>(a.param);
 
-  OptimizerSlice slice = slice_of(a, count, grad);
-  add("adamw fp32", slice, adamw);
-  slice.param = param;
-  add("adamw fp32 → bf16", slice, adamw);
-  slice.grad = small_grad;
-  add("adamw bf16 grad → bf16", slice, adamw);
-  OptimizerSlice moving = slice;
+  OptimizerShard shard = shard_of(a, count, grad);
+  add("adamw fp32", shard, adamw);
+  shard.param = param;
+  add("adamw fp32 → bf16", shard, adamw);
+  shard.grad = small_grad;
+  add("adamw bf16 grad → bf16", shard, adamw);
+  OptimizerShard moving = shard;
   moving.to = {Arrays::at<float>(a.spare[0]), nullptr, Arrays::at<float>(a.spare[1]),
                Arrays::at<float>(a.spare[2])};
   add("adamw bf16 grad → bf16, states written elsewhere", moving, adamw);
-  slice.grad = Arrays::at<Fp16>(a.half_grad);
-  slice.param = Elements(kernels::Dtype::F16, param);
-  add("adamw fp16 grad → fp16", slice, adamw);
-  slice.grad = small_grad;
-  slice.param = param;
-  slice.momentum = Arrays::at<Bf16>(a.small_momentum);
-  slice.variance = Arrays::at<Bf16>(a.small_variance);
-  add("adamw bf16 grad → bf16, bf16 moments", slice, adamw);
-  slice.master = nullptr;
-  slice.rest = Arrays::at<std::int16_t>(a.rest);
-  add("adamw bf16 grad, split master, bf16 moments", slice, adamw);
-  moving = slice;
+  shard.grad = Arrays::at<Fp16>(a.half_grad);
+  shard.param = Elements(kernels::Dtype::F16, param);
+  add("adamw fp16 grad → fp16", shard, adamw);
+  shard.grad = small_grad;
+  shard.param = param;
+  shard.momentum = Arrays::at<Bf16>(a.small_momentum);
+  shard.variance = Arrays::at<Bf16>(a.small_variance);
+  add("adamw bf16 grad → bf16, bf16 moments", shard, adamw);
+  shard.master = nullptr;
+  shard.rest = Arrays::at<std::int16_t>(a.rest);
+  add("adamw bf16 grad, split master, bf16 moments", shard, adamw);
+  moving = shard;
   moving.to = {nullptr, Arrays::at<std::int16_t>(a.spare[0]), Arrays::at<Bf16>(a.spare[1]),
                Arrays::at<Bf16>(a.spare[2])};
   add("adamw bf16 grad, split master, bf16 moments, states written elsewhere", moving, adamw);
-  slice.momentum = Arrays::at<float>(a.momentum);
-  slice.variance = Arrays::at<float>(a.variance);
-  add("adamw bf16 grad, split master", slice, adamw);
+  shard.momentum = Arrays::at<float>(a.momentum);
+  shard.variance = Arrays::at<float>(a.variance);
+  add("adamw bf16 grad, split master", shard, adamw);
 
-  OptimizerSlice single = slice_of(a, count, small_grad);
+  OptimizerShard single = shard_of(a, count, small_grad);
   single.variance = {};
   single.param = param;
   add("lion bf16 grad → bf16", single,
-      [](const kernels::Step& s, const OptimizerSlice& part, Isa on) {
+      [](const kernels::Step& s, const OptimizerShard& part, Isa on) {
         kernels::lion_step({.weight_decay = 0.01}, s, part, on);
       });
   add("sgd momentum bf16 grad → bf16", single,
-      [](const kernels::Step& s, const OptimizerSlice& part, Isa on) {
+      [](const kernels::Step& s, const OptimizerShard& part, Isa on) {
         kernels::sgd_step({.weight_decay = 0.01}, s, part, on);
       });
 

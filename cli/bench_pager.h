@@ -18,7 +18,7 @@ void bench_disk_step(BenchReport& report, const std::filesystem::path& directory
                      std::size_t steps);
 /// What the engine needs for a page besides its contents.
 void bench_bookkeeping(BenchReport& report, std::size_t pages);
-/// One page to every rank: from a slice on each, and from one owner.
+/// One page to every rank: from a shard on each, and from one owner.
 void bench_gather(BenchReport& report, std::size_t rounds);
 
 }  // namespace pagoda::cli

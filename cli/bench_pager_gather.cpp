@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One page to every rank, from a slice on each rank and from one owner. Every rank has a link of
+// One page to every rank, from a shard on each rank and from one owner. Every rank has a link of
 // its own between host and device, and that is the slow one.
 #include <memory>
 #include <thread>
@@ -12,7 +12,7 @@
 #include "pagoda/base/clock.h"
 #include "pagoda/comm/thread_world.h"
 #include "pagoda/device/emulated/emulated_device.h"
-#include "pagoda/pager/slicing.h"
+#include "pagoda/pager/sharding.h"
 
 namespace pagoda::cli {
 namespace {
@@ -21,7 +21,7 @@ constexpr std::uint64_t kBytes = 8_MiB;
 constexpr double kHostLink = 0.125e9;  // bytes a second from host to device
 constexpr double kRankLink = 2e9;      // …and from rank to rank
 
-enum class Layout { Sliced, OwnerBroadcast };
+enum class Layout { Sharded, OwnerBroadcast };
 
 /// Every rank's device ends up with the page; seconds until the last has it, the middle of
 /// `rounds`.
@@ -42,7 +42,7 @@ double gather_seconds(int ranks, Layout layout, std::size_t rounds) {
       const auto home = device->allocate(device::MemoryKind::Pinned, kBytes);
       std::vector<std::span<std::byte>> parts;
       for (int r = 0; r < ranks; ++r) {
-        const pager::Range range = pager::Slicing{ranks}.of(kBytes, r);
+        const pager::Range range = pager::Sharding{ranks}.of(kBytes, r);
         parts.emplace_back(page->data() + range.begin, range.size());
       }
       for (std::size_t round = 0; round < rounds; ++round) {
@@ -72,14 +72,14 @@ double gather_seconds(int ranks, Layout layout, std::size_t rounds) {
 }  // namespace
 
 void bench_gather(BenchReport& report, std::size_t rounds) {
-  const double alone = gather_seconds(1, Layout::Sliced, rounds);
-  for (const Layout layout : {Layout::Sliced, Layout::OwnerBroadcast}) {
+  const double alone = gather_seconds(1, Layout::Sharded, rounds);
+  for (const Layout layout : {Layout::Sharded, Layout::OwnerBroadcast}) {
     for (const int ranks : {1, 2, 4}) {
       report.add({fmt::format("gather, {}, {} rank{}",
-                              layout == Layout::Sliced ? "sliced" : "owner broadcast", ranks,
+                              layout == Layout::Sharded ? "sharded" : "owner broadcast", ranks,
                               ranks == 1 ? "" : "s"),
                   1e3 * gather_seconds(ranks, layout, rounds), "ms", 1e3 * alone,
-                  "one rank alone (sliced falls with the ranks)"});
+                  "one rank alone (sharded falls with the ranks)"});
     }
   }
   report.note(fmt::format(

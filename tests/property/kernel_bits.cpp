@@ -21,25 +21,25 @@ namespace {
 using kernels::Decay;
 using kernels::Dtype;
 using kernels::Isa;
-using kernels::OptimizerSlice;
+using kernels::OptimizerShard;
 using kernels::Step;
 
-// Long enough for stores past the caches (32768) on some slices, and no multiple of a vector.
+// Long enough for stores past the caches (32768) on some shards, and no multiple of a vector.
 constexpr std::size_t kCount = 36000 + 13;
 // The upper half of the index changes within the array.
 constexpr std::uint64_t kFirstIndex = (std::uint64_t{1} << 32) - 3001;
 constexpr std::uint64_t kSeed = 0x1234567887654321;
 
-/// One way to walk over a slice.
+/// One way to walk over a shard.
 struct Walk {
   std::string name;
-  std::function<void(const Step&, const OptimizerSlice&)> run;
+  std::function<void(const Step&, const OptimizerShard&)> run;
 };
 
-/// An optimizer as the test sees it: the kernel on a slice, and the reference on an element.
+/// An optimizer as the test sees it: the kernel on a shard, and the reference on an element.
 struct Optimizer {
   std::string name;
-  std::function<void(const Step&, const OptimizerSlice&, Isa, ThreadPool*)> kernel;
+  std::function<void(const Step&, const OptimizerShard&, Isa, ThreadPool*)> kernel;
   std::function<void(const Step&, float, float&, float&, float&)> plain;
 };
 
@@ -47,10 +47,10 @@ std::vector<Walk> walks(const Optimizer& optimizer, ThreadPool& one, ThreadPool&
   std::vector<Walk> out;
   for (const Isa isa : kernels::supported_isas()) {
     const std::string name(kernels::isa_name(isa));
-    out.push_back({name + ", whole", [&optimizer, isa](const Step& step, const OptimizerSlice& s) {
+    out.push_back({name + ", whole", [&optimizer, isa](const Step& step, const OptimizerShard& s) {
                      optimizer.kernel(step, s, isa, nullptr);
                    }});
-    out.push_back({name + ", ragged", [&optimizer, isa](const Step& step, const OptimizerSlice& s) {
+    out.push_back({name + ", ragged", [&optimizer, isa](const Step& step, const OptimizerShard& s) {
                      std::mt19937 random(7);
                      for (std::size_t begin = 0; begin < s.count;) {
                        const std::size_t piece = 1 + random() % (random() % 8 == 0 ? 9000 : 70);
@@ -63,7 +63,7 @@ std::vector<Walk> walks(const Optimizer& optimizer, ThreadPool& one, ThreadPool&
   const Isa best = kernels::best_isa();
   for (ThreadPool* pool : {&one, &three}) {
     out.push_back({fmt::format("{} pool threads", pool->size()),
-                   [&optimizer, best, pool](const Step& step, const OptimizerSlice& s) {
+                   [&optimizer, best, pool](const Step& step, const OptimizerShard& s) {
                      optimizer.kernel(step, s, best, pool);
                    }});
   }
@@ -74,14 +74,14 @@ std::vector<Walk> walks(const Optimizer& optimizer, ThreadPool& one, ThreadPool&
 /// that stores past the caches are possible, or nowhere in particular.
 class Elsewhere {
  public:
-  Elsewhere(const OptimizerSlice& from, bool lined_up) : from_(from) {
+  Elsewhere(const OptimizerShard& from, bool lined_up) : from_(from) {
     const auto past = reinterpret_cast<std::uintptr_t>(from.param.data) % 64;
     shift_ = lined_up ? past / kernels::element_size(from.param.type) : 5;
-    slice = from;
-    if (from.param) slice.to.master = place<float>(from.master, master_);
-    slice.to.rest = place<std::int16_t>(from.rest, rest_);
-    slice.to.momentum = {from.momentum.type, place(from.momentum, momentum_)};
-    slice.to.variance = {from.variance.type, place(from.variance, variance_)};
+    shard = from;
+    if (from.param) shard.to.master = place<float>(from.master, master_);
+    shard.to.rest = place<std::int16_t>(from.rest, rest_);
+    shard.to.momentum = {from.momentum.type, place(from.momentum, momentum_)};
+    shard.to.variance = {from.variance.type, place(from.variance, variance_)};
   }
 
   /// What was written goes to where it would have been without.
@@ -89,10 +89,10 @@ class Elsewhere {
     const auto copy = [this](const void* from, void* to, std::size_t size) {
       if (from != nullptr) std::memcpy(to, from, from_.count * size);
     };
-    copy(slice.to.master, from_.master, sizeof(float));
-    copy(slice.to.rest, from_.rest, sizeof(std::int16_t));
-    copy(slice.to.momentum.data, from_.momentum.data, kernels::element_size(from_.momentum.type));
-    copy(slice.to.variance.data, from_.variance.data, kernels::element_size(from_.variance.type));
+    copy(shard.to.master, from_.master, sizeof(float));
+    copy(shard.to.rest, from_.rest, sizeof(std::int16_t));
+    copy(shard.to.momentum.data, from_.momentum.data, kernels::element_size(from_.momentum.type));
+    copy(shard.to.variance.data, from_.variance.data, kernels::element_size(from_.variance.type));
   }
 
   /// Whether something before or after the arrays was written to.
@@ -105,7 +105,7 @@ class Elsewhere {
     });
   }
 
-  OptimizerSlice slice;
+  OptimizerShard shard;
 
  private:
   static constexpr std::byte kGuard{0x5A};
@@ -130,7 +130,7 @@ class Elsewhere {
     return place(from.data, buffer, kernels::element_size(from.type));
   }
 
-  OptimizerSlice from_;
+  OptimizerShard from_;
   std::size_t shift_ = 0;
   AlignedBuffer master_, rest_, momentum_, variance_;
   std::vector<Array> arrays_;
@@ -139,9 +139,9 @@ class Elsewhere {
 /// A step whose states go elsewhere: nothing but the parameter may have changed where they were.
 void step_elsewhere(const Walk& walk, const Step& step, OptimizerState& state, bool lined_up) {
   OptimizerState before = state;
-  const OptimizerSlice in_place = state.slice(kFirstIndex);
+  const OptimizerShard in_place = state.shard(kFirstIndex);
   Elsewhere elsewhere(in_place, lined_up);
-  walk.run(step, elsewhere.slice);
+  walk.run(step, elsewhere.shard);
   (in_place.param ? before.param : before.master) = in_place.param ? state.param : state.master;
   EXPECT_EQ(state.difference(before), "") << walk.name << ", written elsewhere";
   EXPECT_FALSE(elsewhere.overran()) << walk.name;
@@ -178,7 +178,7 @@ void expect_same_bits(const Optimizer& optimizer, const Layout& layout, std::siz
     OptimizerState moved = start;
     for (std::uint64_t n = 1; n <= kSteps; ++n) {
       state.take_gradient(gradients[n - 1]);
-      walk.run(step_of(n), state.slice(kFirstIndex));
+      walk.run(step_of(n), state.shard(kFirstIndex));
       moved.take_gradient(gradients[n - 1]);
       step_elsewhere(walk, step_of(n), moved, n % 2 == 1);
     }
@@ -195,9 +195,9 @@ Optimizer adam(Decay decay, double weight_decay) {
                                    .weight_decay = weight_decay,
                                    .decay = decay};
   return {fmt::format("adam, {} decay {}", decay == Decay::L2 ? "L2" : "decoupled", weight_decay),
-          [config](const Step& step, const OptimizerSlice& slice, Isa isa, ThreadPool* pool) {
-            if (pool == nullptr) return kernels::adam_step(config, step, slice, isa);
-            kernels::adam_step(config, step, slice, *pool, Priority::Normal, isa);
+          [config](const Step& step, const OptimizerShard& shard, Isa isa, ThreadPool* pool) {
+            if (pool == nullptr) return kernels::adam_step(config, step, shard, isa);
+            kernels::adam_step(config, step, shard, *pool, Priority::Normal, isa);
           },
           [config](const Step& step, float g, float& p, float& m, float& v) {
             double power1 = 1;
@@ -226,9 +226,9 @@ Optimizer adam(Decay decay, double weight_decay) {
 Optimizer lion() {
   const kernels::LionConfig config{.lr = 1e-4, .beta1 = 0.9, .beta2 = 0.99, .weight_decay = 0.1};
   return {"lion",
-          [config](const Step& step, const OptimizerSlice& slice, Isa isa, ThreadPool* pool) {
-            if (pool == nullptr) return kernels::lion_step(config, step, slice, isa);
-            kernels::lion_step(config, step, slice, *pool, Priority::Normal, isa);
+          [config](const Step& step, const OptimizerShard& shard, Isa isa, ThreadPool* pool) {
+            if (pool == nullptr) return kernels::lion_step(config, step, shard, isa);
+            kernels::lion_step(config, step, shard, *pool, Priority::Normal, isa);
           },
           [config](const Step& step, float g, float& p, float& m, float&) {
             reference::Scalars s;
@@ -245,9 +245,9 @@ Optimizer lion() {
 
 Optimizer sgd(const kernels::SgdConfig& config) {
   return {fmt::format("sgd, momentum {}, nesterov {}", config.momentum, config.nesterov),
-          [config](const Step& step, const OptimizerSlice& slice, Isa isa, ThreadPool* pool) {
-            if (pool == nullptr) return kernels::sgd_step(config, step, slice, isa);
-            kernels::sgd_step(config, step, slice, *pool, Priority::Normal, isa);
+          [config](const Step& step, const OptimizerShard& shard, Isa isa, ThreadPool* pool) {
+            if (pool == nullptr) return kernels::sgd_step(config, step, shard, isa);
+            kernels::sgd_step(config, step, shard, *pool, Priority::Normal, isa);
           },
           [config](const Step& step, float g, float& p, float& m, float&) {
             const bool l2 = config.decay == Decay::L2;

@@ -33,7 +33,7 @@ struct Results {
     halves.resize(kCount);
     const kernels::Step step{3, 1.0 / 3, 0};
     _mm_setcsr(kDefault | mode);
-    kernels::adam_step({.lr = 0.1, .weight_decay = 0.01}, step, state.slice(0), isa);
+    kernels::adam_step({.lr = 0.1, .weight_decay = 0.01}, step, state.shard(0), isa);
     kernels::cast(small.data(), halves.data(), kCount, isa);
     norm = kernels::sum_of_squares(small.data(), kCount, 1.0 / 3, isa);
     sum = kernels::add_in_order(rising);

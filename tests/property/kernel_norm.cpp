@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The promise: a sum of squares has the same bits on every instruction set, thread count and
-// slicing at block boundaries, and a gradient with an infinity or a NaN is always seen.
+// sharding at block boundaries, and a gradient with an infinity or a NaN is always seen.
 #include <limits>
 #include <vector>
 
@@ -90,7 +90,7 @@ TEST(KernelNorm, BlocksAreThoseOfAPlainLoop) {
   }
 }
 
-TEST(KernelNorm, SlicesAndThreadsDoNotChangeTheSum) {
+TEST(KernelNorm, ShardsAndThreadsDoNotChangeTheSum) {
   const std::size_t count = 40 * kNormBlock + 123;
   const Typed typed(gradient(count));
   ThreadPool pool(3, "norm");

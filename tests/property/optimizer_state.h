@@ -10,7 +10,7 @@
 #include <fmt/format.h>
 
 #include "pagoda/kernels/master_split.h"
-#include "pagoda/kernels/optimizer_slice.h"
+#include "pagoda/kernels/optimizer_shard.h"
 #include "property/kernel_reference.h"
 
 namespace pagoda {
@@ -67,8 +67,8 @@ class OptimizerState {
     }
   }
 
-  kernels::OptimizerSlice slice(std::uint64_t first_index) {
-    kernels::OptimizerSlice out;
+  kernels::OptimizerShard shard(std::uint64_t first_index) {
+    kernels::OptimizerShard out;
     out.first_index = first_index;
     out.count = count_;
     out.grad = kernels::ConstElements(layout_.grad, grad.data()).from(shift_);

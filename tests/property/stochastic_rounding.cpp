@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The promise: bf16 moments are rounded without bias, by noise that depends on seed, step and index
-// only. (That the bits do not depend on slicing or instruction set is in kernel_bits.cpp.)
+// only. (That the bits do not depend on sharding or instruction set is in kernel_bits.cpp.)
 #include <array>
 #include <cmath>
 #include <vector>
@@ -26,13 +26,13 @@ struct Rounded {
   Rounded(std::size_t count, float gradient, std::uint64_t seed, std::uint64_t step)
       : momentum(count), variance(count) {
     std::vector<float> grad(count, gradient), master(count, 1.0F);
-    kernels::OptimizerSlice slice;
-    slice.count = count;
-    slice.grad = grad.data();
-    slice.master = master.data();
-    slice.momentum = momentum.data();
-    slice.variance = variance.data();
-    kernels::adam_step({}, {step, 1, seed}, slice);
+    kernels::OptimizerShard shard;
+    shard.count = count;
+    shard.grad = grad.data();
+    shard.master = master.data();
+    shard.momentum = momentum.data();
+    shard.variance = variance.data();
+    kernels::adam_step({}, {step, 1, seed}, shard);
   }
   std::vector<Bf16> momentum, variance;
 };
@@ -73,13 +73,13 @@ TEST(StochasticRounding, SmallChangesAddUp) {
   constexpr std::size_t kCount = 4096;
   std::vector<float> grad(kCount, 0.0F), master(kCount, 1.0F);
   std::vector<Bf16> momentum(kCount), variance(kCount, Bf16{0x3F80});
-  kernels::OptimizerSlice slice;
-  slice.count = kCount;
-  slice.grad = grad.data();
-  slice.master = master.data();
-  slice.momentum = momentum.data();
-  slice.variance = variance.data();
-  for (std::uint64_t step = 1; step <= 500; ++step) kernels::adam_step({}, {step, 1, 9}, slice);
+  kernels::OptimizerShard shard;
+  shard.count = kCount;
+  shard.grad = grad.data();
+  shard.master = master.data();
+  shard.momentum = momentum.data();
+  shard.variance = variance.data();
+  for (std::uint64_t step = 1; step <= 500; ++step) kernels::adam_step({}, {step, 1, 9}, shard);
   double mean = 0;
   for (const Bf16 v : variance) mean += widened(v) / kCount;
   EXPECT_NEAR(mean, std::pow(0.999, 500), 0.005);

@@ -58,14 +58,14 @@ TEST(Budgets, StatesTakeTheBytesThatArithmeticSays) {
         }
         const PagedTrained got = paged_loop(parity.options, parity.training, parity.config);
         const Tier tier = nvme ? Tier::Nvme : Tier::Host;
-        // Slices are whole blocks, so rank 0 has up to a block a page more than its share.
+        // Shards are whole blocks, so rank 0 has up to a block a page more than its share.
         const Bytes elements =
             model_bytes(parity.options).all / pagoda::kernels::element_size(bytes.dtype);
         const Bytes more = got.parameters.size() * 4096;
-        const auto expect = [&](std::string_view tag, Bytes each, bool sliced) {
-          const Bytes share = sliced ? elements / static_cast<Bytes>(ranks) : elements;
+        const auto expect = [&](std::string_view tag, Bytes each, bool sharded) {
+          const Bytes share = sharded ? elements / static_cast<Bytes>(ranks) : elements;
           const Bytes most =
-              (sliced && ranks > 1 ? std::min(elements, share + more) : elements) * each;
+              (sharded && ranks > 1 ? std::min(elements, share + more) : elements) * each;
           const Bytes is = got.stats.held(tier, tag);
           // Arrays of a chunk are aligned to 64 bytes, and what is on NVMe to 4 KiB.
           const Bytes arrays = tag == "optimizer" ? got.parameters.size() * 3 * 64 * 8 : 0;

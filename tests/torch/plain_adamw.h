@@ -68,18 +68,18 @@ class PlainAdamW {
     follow();
     for (State& state : states_) {
       if (!state.filled) continue;
-      pagoda::kernels::OptimizerSlice slice;
-      slice.count = state.master.size();
-      slice.grad = pagoda::kernels::ConstElements{Dtype::F32, state.sum.data()};
-      slice.master = state.master.data();
+      pagoda::kernels::OptimizerShard shard;
+      shard.count = state.master.size();
+      shard.grad = pagoda::kernels::ConstElements{Dtype::F32, state.sum.data()};
+      shard.master = state.master.data();
       at::Tensor fresh = at::empty(state.before.sizes(), state.before.options());
       if (fresh.scalar_type() != at::kFloat) {
-        slice.param = pagoda::kernels::Elements{dtype_of(fresh), fresh.mutable_data_ptr()};
+        shard.param = pagoda::kernels::Elements{dtype_of(fresh), fresh.mutable_data_ptr()};
       }
-      slice.momentum = pagoda::kernels::Elements{Dtype::F32, state.momentum.data()};
-      slice.variance = pagoda::kernels::Elements{Dtype::F32, state.variance.data()};
+      shard.momentum = pagoda::kernels::Elements{Dtype::F32, state.momentum.data()};
+      shard.variance = pagoda::kernels::Elements{Dtype::F32, state.variance.data()};
       pagoda::kernels::adam_step({.lr = kRate, .weight_decay = 0.01}, {++state.updates, 1, 0},
-                                 slice);
+                                 shard);
       if (fresh.scalar_type() == at::kFloat) {
         std::memcpy(fresh.mutable_data_ptr(), state.master.data(), fresh.nbytes());
       }

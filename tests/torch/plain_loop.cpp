@@ -129,21 +129,21 @@ double global_norm(std::vector<State>& states, double scale) {
 
 void update(State& state, const Training& training, const kernels::Step& step) {
   Numbers rounded(dtype_of(state.parameter), state.count);
-  kernels::OptimizerSlice slice;
-  slice.count = state.count;
-  slice.grad = state.gradient.elements();
-  slice.master = state.master.data();
-  if (rounded.type != Dtype::F32) slice.param = rounded.elements();
-  slice.momentum = state.momentum.elements();
-  slice.variance = state.variance.elements();
+  kernels::OptimizerShard shard;
+  shard.count = state.count;
+  shard.grad = state.gradient.elements();
+  shard.master = state.master.data();
+  if (rounded.type != Dtype::F32) shard.param = rounded.elements();
+  shard.momentum = state.momentum.elements();
+  shard.variance = state.variance.elements();
   if (const auto* adam = std::get_if<kernels::AdamConfig>(&training.optimizer)) {
-    kernels::adam_step(*adam, step, slice);
+    kernels::adam_step(*adam, step, shard);
   } else if (const auto* lion = std::get_if<kernels::LionConfig>(&training.optimizer)) {
-    kernels::lion_step(*lion, step, slice);
+    kernels::lion_step(*lion, step, shard);
   } else {
-    kernels::sgd_step(std::get<kernels::SgdConfig>(training.optimizer), step, slice);
+    kernels::sgd_step(std::get<kernels::SgdConfig>(training.optimizer), step, shard);
   }
-  void* fresh = slice.param ? slice.param.data : state.master.data();
+  void* fresh = shard.param ? shard.param.data : state.master.data();
   const at::Tensor row =
       at::from_blob(fresh, {static_cast<std::int64_t>(state.count)}, state.parameter.scalar_type());
   at::Tensor in_memory_order = state.parameter.permute(state.memory_order);

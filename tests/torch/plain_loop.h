@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The reference: what training without paging, slicing or threads gives, bit for bit. Includes no
+// The reference: what training without paging, sharding or threads gives, bit for bit. Includes no
 // torch.
 #pragma once
 

@@ -123,7 +123,7 @@ void Runtime::attach(const std::vector<Page*>& pages, std::vector<TrainedSpec> s
           config_.gradient_dtype == GradientType::Fp32 ? kernels::Dtype::F32 : spec.dtype;
       page->segments = std::move(spec.segments);
       page->parameters = std::move(spec.parameters);
-      page->reduced = pager_->slice_of(*spec.page);
+      page->reduced = pager_->shard_of(*spec.page);
       page->updated = config_.zero == 0 ? Range{0, spec.page->elements} : page->reduced;
       page->gradient_range = page->updated;
       trained_.push_back(std::move(page));
@@ -232,7 +232,7 @@ void Runtime::check_fit(const std::vector<Page*>& pages) {
   Bytes held_nvme = 0;
   const Page* largest = nullptr;
   for (const Page* page : pages) {
-    const Range range = config_.zero == 3 ? pager_->slice_of(*page) : Range{0, page->elements};
+    const Range range = config_.zero == 3 ? pager_->shard_of(*page) : Range{0, page->elements};
     parameters.add(range.size() * page->element_size);
     if (page->home.tier() == Tier::Host) held += page->home.size();
     if (page->home.tier() == Tier::Nvme) {
@@ -318,7 +318,7 @@ void Runtime::check_equal_on_all_ranks(const std::vector<Page*>& pages) {
 void Runtime::place(const std::vector<Page*>& pages) {
   const PagerPlacement wanted = pager_placement(config_.parameters);
   if (config_.zero == 3 && !alone()) {
-    for (Page* page : pages) pager_->set_home_range(*page, pager_->slice_of(*page), wanted);
+    for (Page* page : pages) pager_->set_home_range(*page, pager_->shard_of(*page), wanted);
     return;
   }
   Bytes all = 0;

@@ -16,7 +16,8 @@ using pager::Range;
 using Pages = std::span<const std::unique_ptr<TrainedPage>>;
 
 /// Every rank's sums of squares, page after page and in the order of the elements.
-std::vector<double> gather_squares(Pages pages, const pager::Slicing& slicing, comm::Group* group) {
+std::vector<double> gather_squares(Pages pages, const pager::Sharding& sharding,
+                                   comm::Group* group) {
   std::vector<double> mine;
   for (const auto& page : pages) {
     const std::size_t blocks = kernels::norm_blocks(page->reduced.size());
@@ -33,7 +34,7 @@ std::vector<double> gather_squares(Pages pages, const pager::Slicing& slicing, c
   for (std::size_t r = 0; r < ranks; ++r) {
     std::size_t blocks = 0;
     for (const auto& page : pages) {
-      blocks += kernels::norm_blocks(slicing.of(page->elements(), static_cast<int>(r)).size());
+      blocks += kernels::norm_blocks(sharding.of(page->elements(), static_cast<int>(r)).size());
     }
     all[r].resize(blocks);
     parts[r] = std::as_writable_bytes(std::span(all[r]));
@@ -44,7 +45,7 @@ std::vector<double> gather_squares(Pages pages, const pager::Slicing& slicing, c
   for (const auto& page : pages) {
     for (std::size_t r = 0; r < ranks; ++r) {
       const std::size_t blocks =
-          kernels::norm_blocks(slicing.of(page->elements(), static_cast<int>(r)).size());
+          kernels::norm_blocks(sharding.of(page->elements(), static_cast<int>(r)).size());
       const auto begin = all[r].begin() + static_cast<std::ptrdiff_t>(at[r]);
       out.insert(out.end(), begin, begin + static_cast<std::ptrdiff_t>(blocks));
       at[r] += blocks;
@@ -55,8 +56,8 @@ std::vector<double> gather_squares(Pages pages, const pager::Slicing& slicing, c
 
 }  // namespace
 
-double gradient_norm(Pages pages, const pager::Slicing& slicing, comm::Group* group) {
-  const std::vector<double> squares = gather_squares(pages, slicing, group);
+double gradient_norm(Pages pages, const pager::Sharding& sharding, comm::Group* group) {
+  const std::vector<double> squares = gather_squares(pages, sharding, group);
   double total = 0;
   std::size_t at = 0;
   for (const auto& page : pages) {
@@ -68,19 +69,19 @@ double gradient_norm(Pages pages, const pager::Slicing& slicing, comm::Group* gr
 }
 
 void gather_gradients(std::span<TrainedPage* const> pages, pager::Tiers& tiers,
-                      const pager::Slicing& slicing, Bytes bucket, comm::Group& group) {
+                      const pager::Sharding& sharding, Bytes bucket, comm::Group& group) {
   const auto ranks = static_cast<std::size_t>(group.size());
   for (TrainedPage* page : pages) {
     const Bytes size = kernels::element_size(page->gradient_dtype);
     const Range own = page->reduced;
-    const std::uint64_t slice = slicing.of(page->elements(), 0).size();
+    const std::uint64_t shard = sharding.of(page->elements(), 0).size();
     const std::uint64_t most = std::max<std::uint64_t>(1, bucket / size / ranks);
-    for (std::uint64_t done = 0; done < slice; done += most) {
+    for (std::uint64_t done = 0; done < shard; done += most) {
       std::vector<std::vector<std::byte>> bytes(ranks);
       std::vector<std::span<std::byte>> parts(ranks);
       std::vector<Range> ranges(ranks);
       for (std::size_t r = 0; r < ranks; ++r) {
-        const Range of = slicing.of(page->elements(), static_cast<int>(r));
+        const Range of = sharding.of(page->elements(), static_cast<int>(r));
         const std::uint64_t begin = std::min(of.end, of.begin + done);
         ranges[r] = {begin, std::min(of.end, begin + most)};
         bytes[r].resize(ranges[r].size() * size);

@@ -7,7 +7,7 @@
 #include "pagoda/base/bytes.h"
 #include "pagoda/comm/group.h"
 #include "pagoda/optim/trained_page.h"
-#include "pagoda/pager/slicing.h"
+#include "pagoda/pager/sharding.h"
 #include "pagoda/pager/tiers.h"
 
 namespace pagoda::engine {
@@ -15,11 +15,11 @@ namespace pagoda::engine {
 /// The norm of all gradients, from the sums of squares that every rank keeps of its parts. The bits
 /// do not depend on how many ranks there are. A collective; `group` null: one rank.
 double gradient_norm(std::span<const std::unique_ptr<optim::TrainedPage>> pages,
-                     const pager::Slicing& slicing, comm::Group* group);
+                     const pager::Sharding& sharding, comm::Group* group);
 
 /// Every rank gets the whole reduced gradient of these pages, of which it has its own part. A
 /// collective, of no more than `bucket` bytes at a time.
 void gather_gradients(std::span<optim::TrainedPage* const> pages, pager::Tiers& tiers,
-                      const pager::Slicing& slicing, Bytes bucket, comm::Group& group);
+                      const pager::Sharding& sharding, Bytes bucket, comm::Group& group);
 
 }  // namespace pagoda::engine

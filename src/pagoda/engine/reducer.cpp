@@ -89,7 +89,7 @@ void Reducer::set_order(std::vector<TrainedPage*> order) {
   plan_buckets(lock);
 }
 
-/// Cuts the round into buckets: whole slices of small pages together, large ones in pieces.
+/// Cuts the round into buckets: whole shards of small pages together, large ones in pieces.
 void Reducer::plan_buckets(const Lock& /*lock*/) {
   buckets_.clear();
   std::vector<Item> bucket;
@@ -97,25 +97,25 @@ void Reducer::plan_buckets(const Lock& /*lock*/) {
   Bytes filled = 0;
   Bytes flags = 0;
   for (TrainedPage* page : order_) {
-    const std::uint64_t slice = pager_.slicing().of(page->elements(), 0).size();
+    const std::uint64_t shard = pager_.sharding().of(page->elements(), 0).size();
     const Bytes size = page->page->element_size;
     flags = std::max(flags, flag_bytes(*page));
     const std::uint64_t most = std::max<std::uint64_t>(
-        pager::Slicing::kBlock, options_.bucket / (size * static_cast<Bytes>(ranks_)) /
-                                    pager::Slicing::kBlock * pager::Slicing::kBlock);
+        pager::Sharding::kBlock, options_.bucket / (size * static_cast<Bytes>(ranks_)) /
+                                     pager::Sharding::kBlock * pager::Sharding::kBlock);
     std::uint64_t done = 0;
     do {
-      const std::uint64_t count = std::min(most, slice - done);
+      const std::uint64_t count = std::min(most, shard - done);
       const Bytes bytes = count * size * static_cast<Bytes>(ranks_);
       if (filled + bytes > options_.bucket && !bucket.empty()) {
         buckets_.push_back(std::exchange(bucket, {}));
         filled = 0;
       }
-      bucket.push_back({page, done, count, done + count == slice});
+      bucket.push_back({page, done, count, done + count == shard});
       sizes.push_back(bytes);
       filled += bytes;
       done += count;
-    } while (done < slice);
+    } while (done < shard);
   }
   if (!bucket.empty()) buckets_.push_back(std::move(bucket));
   // One rank alone needs no messages; a GPU's gradients still need a place to arrive at.
@@ -134,7 +134,7 @@ void Reducer::plan_buckets(const Lock& /*lock*/) {
   const Bytes all = std::accumulate(sizes.begin(), sizes.end(), Bytes{0});
   // At least a block of elements: run_alone() takes whole blocks at a time.
   const Bytes largest = std::max<Bytes>(
-      pager::Slicing::kBlock * sizeof(float),
+      pager::Sharding::kBlock * sizeof(float),
       std::min(data, all) + items * static_cast<Bytes>(ranks_) * (flags + kAlignment));
   if (largest <= buffer_bytes_) return;
   outgoing_ = {};
@@ -331,7 +331,7 @@ void Reducer::run_alone(Lock& lock) {
   } else {
     const Bytes size = page.page->element_size;
     const std::uint64_t most =
-        buffer_bytes_ / size / pager::Slicing::kBlock * pager::Slicing::kBlock;
+        buffer_bytes_ / size / pager::Sharding::kBlock * pager::Sharding::kBlock;
     for (std::uint64_t done = 0; done < page.elements();) {
       const std::uint64_t count = std::min(most, page.elements() - done);
       read_contribution(arrival, {done, done + count}, outgoing_.data());
@@ -374,9 +374,9 @@ void Reducer::run_round(Round* round, Lock& lock) {
 }
 
 Range Reducer::part(const Item& item, int rank) const {
-  const Range slice = pager_.slicing().of(item.page->elements(), rank);
-  const std::uint64_t begin = std::min(slice.end, slice.begin + item.begin);
-  return {begin, std::min(slice.end, begin + item.count)};
+  const Range shard = pager_.sharding().of(item.page->elements(), rank);
+  const std::uint64_t begin = std::min(shard.end, shard.begin + item.begin);
+  return {begin, std::min(shard.end, begin + item.count)};
 }
 
 Bytes Reducer::message_bytes(std::span<const Item> bucket, int rank) const {

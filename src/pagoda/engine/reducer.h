@@ -95,7 +95,7 @@ class Reducer {
     bool over = false;
     bool last = false;  // of the step, on this rank
   };
-  /// Elements [begin, begin + count) of every rank's slice of a page.
+  /// Elements [begin, begin + count) of every rank's shard of a page.
   struct Item {
     optim::TrainedPage* page;
     std::uint64_t begin;

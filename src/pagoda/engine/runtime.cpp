@@ -87,7 +87,7 @@ Runtime::Runtime(const Config& config, std::shared_ptr<comm::World> world)
   pages.staging = config_.staging;
   pages.least_lookup = device_->reads_pinned_memory() ? config_.lookup_in_place : 0;
   pages.rank = world_->rank();
-  pages.slicing = {world_->size()};
+  pages.sharding = {world_->size()};
   pages.dropped_wait = config_.dropped_wait;
   if (!config_.pin_advice.empty()) pages.pin_advice = config_.pin_advice;
   pager_ = std::make_unique<pager::Pager>(*tiers_, pages);
@@ -102,7 +102,7 @@ Runtime::Runtime(const Config& config, std::shared_ptr<comm::World> world)
                                                      : optim::StateLayout::Master::Whole;
   updates.moments =
       config_.moments == MomentType::Bf16 ? kernels::Dtype::BF16 : kernels::Dtype::F32;
-  updates.chunk = align_up(config_.update_chunk / sizeof(float), pager::Slicing::kBlock);
+  updates.chunk = align_up(config_.update_chunk / sizeof(float), pager::Sharding::kBlock);
   updates.buffers = config_.update_buffers;
   updates.seed = config_.seed;
   updates.on_failure = [this](std::exception_ptr error) { fail(std::move(error)); };
@@ -120,21 +120,21 @@ Runtime::Runtime(const Config& config, std::shared_ptr<comm::World> world)
   if (!alone()) {
     control_ = world_->make_group("control");
     reduce_group_ = world_->make_group("gradients");
-    SliceExchange::Options slices;
-    slices.rank = world_->rank();
-    slices.whole_pages = config_.zero == 1 || config_.zero == 2;
-    slices.staging = config_.staging;
-    slices.on_failure = [this](std::exception_ptr error) { fail(std::move(error)); };
-    slices.on_end = [this](const std::string& reason) { pulls_ended(reason); };
-    slices_ = std::make_unique<SliceExchange>(world_->make_group("pulls"), *pager_, *updater_,
-                                              std::move(slices));
-    pager_->set_remote(slices_.get());
+    ShardExchange::Options shards;
+    shards.rank = world_->rank();
+    shards.whole_pages = config_.zero == 1 || config_.zero == 2;
+    shards.staging = config_.staging;
+    shards.on_failure = [this](std::exception_ptr error) { fail(std::move(error)); };
+    shards.on_end = [this](const std::string& reason) { pulls_ended(reason); };
+    shards_ = std::make_unique<ShardExchange>(world_->make_group("pulls"), *pager_, *updater_,
+                                              std::move(shards));
+    pager_->set_remote(shards_.get());
     updater_->set_callbacks(
         [this](TrainedPage& page, std::uint64_t version) {
-          return slices_->part_updated(page, version);
+          return shards_->part_updated(page, version);
         },
         [this](Page& page) {
-          slices_->await_served(page);
+          shards_->await_served(page);
           check();
         });
     comm::Watch::Options watch;
@@ -151,7 +151,7 @@ Runtime::Runtime(const Config& config, std::shared_ptr<comm::World> world)
       std::make_unique<EarlyUpdates>(*pager_, *updater_, early_mode(), [this](TrainedPage& page) {
         TrainedPage* const one = &page;
         if (config_.zero == 0 && !alone()) {
-          gather_gradients({&one, 1}, *tiers_, pager_->slicing(), config_.bucket, *reduce_group_);
+          gather_gradients({&one, 1}, *tiers_, pager_->sharding(), config_.bucket, *reduce_group_);
         }
       });
   reducer_ = std::make_unique<Reducer>(
@@ -183,12 +183,12 @@ Runtime::~Runtime() {
   for (comm::Group* group : {control_.get(), reduce_group_.get()}) {
     if (group != nullptr) group->abort("the engine has ended");
   }
-  if (slices_ != nullptr) slices_->fail("the engine has ended");
+  if (shards_ != nullptr) shards_->fail("the engine has ended");
   watch_.reset();
   reducer_.reset();
   updater_->stop();  // before those whom it calls
   pager_->stop_fetching();
-  slices_.reset();
+  shards_.reset();
   updater_.reset();
   pager_->set_debts(nullptr);
   pager_->set_foresight(nullptr);
@@ -200,7 +200,7 @@ void Runtime::linger() noexcept {
   if (alone() || failed()) return;
   constexpr auto kLook = std::chrono::milliseconds(2);
   Stopwatch watch;
-  std::uint64_t served = slices_->stats().served;
+  std::uint64_t served = shards_->stats().served;
   try {
     const auto key = [&](int rank) { return fmt::format("engine {} ends {}", number_, rank); };
     world_->put(key(world_->rank()), "1");
@@ -208,8 +208,8 @@ void Runtime::linger() noexcept {
       while (!world_->get(key(rank)) && !failed() && watch.seconds() < config_.timeout) {
         std::this_thread::sleep_for(kLook);
         // Somebody still asks for what is here: as long as that lasts, this rank stays.
-        if (slices_->stats().served != served) watch = {};
-        served = slices_->stats().served;
+        if (shards_->stats().served != served) watch = {};
+        served = shards_->stats().served;
       }
     }
   } catch (const std::exception& error) {  // the board is gone: so are the others
@@ -304,7 +304,7 @@ void Runtime::fail(std::exception_ptr error) noexcept {
   for (comm::Group* group : {control_.get(), reduce_group_.get()}) {
     if (group != nullptr) group->abort(why);
   }
-  if (slices_ != nullptr) slices_->fail(why);
+  if (shards_ != nullptr) shards_->fail(why);
   const std::lock_guard lock(error_mutex_);
   --failing_;
   ended_.notify_all();
@@ -369,7 +369,7 @@ EarlyUpdates::Mode Runtime::early_mode() const noexcept {
 
 void Runtime::settle() {
   updater_->settle_all();
-  if (slices_ != nullptr) slices_->settle();
+  if (shards_ != nullptr) shards_->settle();
   check();
 }
 
@@ -414,7 +414,7 @@ double Runtime::grad_norm() {
       page->squares.resize(kernels::norm_blocks(values.size()));
       kernels::block_sums_of_squares(values.data(), values.size(), 1, page->squares, *pool_);
     }
-    return gradient_norm(trained_, pager_->slicing(), control_.get()) / scale_.scale();
+    return gradient_norm(trained_, pager_->sharding(), control_.get()) / scale_.scale();
   } catch (...) {
     fail_and_throw();
   }
@@ -447,7 +447,7 @@ void Runtime::read_gradient(const Page& page, std::span<float> to) {
   }
   std::vector<std::span<std::byte>> parts;
   for (int rank = 0; rank < world_->size(); ++rank) {
-    const Range range = pager_->slicing().of(page.elements, rank);
+    const Range range = pager_->sharding().of(page.elements, rank);
     parts.push_back(std::as_writable_bytes(to.subspan(range.begin, range.size())));
   }
   const auto own = std::as_bytes(to.subspan(trained->reduced.begin, trained->reduced.size()));
@@ -461,9 +461,9 @@ Stats Runtime::stats() const {
   out.pager = pager_->stats();
   out.updates = updater_->stats();
   out.gradients = reducer_->stats();
-  if (slices_ != nullptr) {
-    out.pulled = slices_->stats().bytes_pulled;
-    out.served = slices_->stats().bytes_served;
+  if (shards_ != nullptr) {
+    out.pulled = shards_->stats().bytes_pulled;
+    out.served = shards_->stats().bytes_served;
   }
   const device::ArenaStats arena = tiers_->arena().stats();
   out.device_pages = arena.used;

@@ -16,7 +16,7 @@
 #include "pagoda/engine/config.h"
 #include "pagoda/engine/early_updates.h"
 #include "pagoda/engine/reducer.h"
-#include "pagoda/engine/slice_exchange.h"
+#include "pagoda/engine/shard_exchange.h"
 #include "pagoda/engine/stats.h"
 #include "pagoda/engine/step_trace.h"
 #include "pagoda/io/owner_process.h"
@@ -57,7 +57,7 @@ class Runtime {
   Runtime(const Runtime&) = delete;
   Runtime& operator=(const Runtime&) = delete;
   /// Starts no collective and does not throw: what is still owed is dropped. Other ranks may still
-  /// read this one's slices, so it waits for them to end, too, unless something has failed.
+  /// read this one's shards, so it waits for them to end, too, unless something has failed.
   ~Runtime();
 
   const Config& config() const noexcept { return config_; }
@@ -131,7 +131,7 @@ class Runtime {
   std::exception_ptr root_cause(std::exception_ptr error) noexcept;
   std::string cause_key(int rank) const;
   void pulls_ended(const std::string& reason);
-  void publish_writes(bool slices);
+  void publish_writes(bool shards);
   void agree_on_order();
   std::vector<optim::TrainedPage*> update_order(std::vector<optim::TrainedPage*> pages);
   bool scales_loss() const noexcept { return config_.loss_scale.kind != LossScale::Kind::None; }
@@ -154,7 +154,7 @@ class Runtime {
   std::unique_ptr<optim::Updater> updater_;
   std::unique_ptr<EarlyUpdates> early_;
   std::unique_ptr<Reducer> reducer_;
-  std::unique_ptr<SliceExchange> slices_;
+  std::unique_ptr<ShardExchange> shards_;
   std::unique_ptr<comm::Watch> watch_;
 
   std::vector<pager::Page*> pages_;                           // of attached models

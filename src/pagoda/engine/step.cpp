@@ -66,7 +66,7 @@ StepResult Runtime::step_together(bool leaving, bool& all_leaving,
     bool finite = true;
     if (config_.clip > 0 || scales_loss()) {
       const double norm =
-          gradient_norm(trained_, pager_->slicing(), control_.get()) / scale_.scale();
+          gradient_norm(trained_, pager_->sharding(), control_.get()) / scale_.scale();
       finite = std::isfinite(norm);
       result.norm = norm;
       if (config_.clip > 0 && finite) {
@@ -90,7 +90,7 @@ StepResult Runtime::step_together(bool leaving, bool& all_leaving,
     std::copy_if(pages.begin(), pages.end(), std::back_inserter(starting),
                  [](const TrainedPage* page) { return !page->begun; });
     if (config_.zero == 0 && !alone())
-      gather_gradients(starting, *tiers_, pager_->slicing(), config_.bucket, *control_);
+      gather_gradients(starting, *tiers_, pager_->sharding(), config_.bucket, *control_);
     std::vector<TrainedPage*> given_up;
     if (clipped) given_up = give_up_early(pages);
     starting.insert(starting.end(), given_up.begin(), given_up.end());
@@ -136,14 +136,14 @@ std::vector<TrainedPage*> Runtime::give_up_early(std::span<TrainedPage* const> p
   return out;
 }
 
-/// What user code has written goes to the homes: updates start from those. `slices`: on some rank,
-/// to slices that others read.
-void Runtime::publish_writes(bool slices) {
+/// What user code has written goes to the homes: updates start from those. `shards`: on some rank,
+/// to shards that others read.
+void Runtime::publish_writes(bool shards) {
   for (Page* page : pager_->pages()) {
     if (page != nullptr && (page->dirty || page->own_copy)) pager_->publish(*page);
   }
-  // Nobody may read a slice before everyone has published it.
-  if (slices && !alone()) control_->barrier();
+  // Nobody may read a shard before everyone has published it.
+  if (shards && !alone()) control_->barrier();
 }
 
 /// Gradients are exchanged in the order in which they last came on the first rank.

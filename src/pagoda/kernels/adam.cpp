@@ -5,7 +5,7 @@
 
 #include "pagoda/kernels/dispatch.h"
 #include "pagoda/kernels/float_environment.h"
-#include "pagoda/kernels/slice_driver.h"
+#include "pagoda/kernels/shard_driver.h"
 
 namespace pagoda::kernels {
 namespace {
@@ -29,32 +29,32 @@ namespace {
   return s;
 }
 
-void check(const AdamConfig& c, const Step& step, const OptimizerSlice& slice) {
+void check(const AdamConfig& c, const Step& step, const OptimizerShard& shard) {
   check_range("lr", c.lr, 0, kHuge);
   check_range("beta1", c.beta1, 0, 1);
   check_range("beta2", c.beta2, 0, 1);
   check_range("eps", c.eps, 0, kHuge);
   check_range("weight_decay", c.weight_decay, 0, kHuge);
-  check_slice(slice, step, Needs::MomentumAndVariance, true);
+  check_shard(shard, step, Needs::MomentumAndVariance, true);
 }
 
 }  // namespace
 
-void adam_step(const AdamConfig& config, const Step& step, const OptimizerSlice& slice, Isa isa) {
-  check(config, step, slice);
+void adam_step(const AdamConfig& config, const Step& step, const OptimizerShard& shard, Isa isa) {
+  check(config, step, shard);
   const KernelTable& kernels = kernels_for(isa);
   const DefaultFloatEnvironment environment;
   const AdamScalars scalars = scalars_of(config, step);
-  with_rounding_keys(slice, step, [&](const OptimizerSlice& part, RoundingKey key) {
+  with_rounding_keys(shard, step, [&](const OptimizerShard& part, RoundingKey key) {
     kernels.adam(scalars, part, key);
   });
 }
 
-void adam_step(const AdamConfig& config, const Step& step, const OptimizerSlice& slice,
+void adam_step(const AdamConfig& config, const Step& step, const OptimizerShard& shard,
                ThreadPool& pool, Priority priority, Isa isa) {
-  check(config, step, slice);
-  for_pieces(slice, pool, priority,
-             [&](const OptimizerSlice& part) { adam_step(config, step, part, isa); });
+  check(config, step, shard);
+  for_pieces(shard, pool, priority,
+             [&](const OptimizerShard& part) { adam_step(config, step, part, isa); });
 }
 
 }  // namespace pagoda::kernels

@@ -3,7 +3,7 @@
 
 #include "pagoda/base/thread_pool.h"
 #include "pagoda/kernels/isa.h"
-#include "pagoda/kernels/optimizer_slice.h"
+#include "pagoda/kernels/optimizer_shard.h"
 
 namespace pagoda::kernels {
 
@@ -24,13 +24,13 @@ struct AdamConfig {
   Decay decay = Decay::Decoupled;
 };
 
-/// One step over a slice: needs momentum and variance. Any thread; slices that do not overlap may
-/// run at once. Throws UserError for a slice or a configuration that makes no sense.
-void adam_step(const AdamConfig& config, const Step& step, const OptimizerSlice& slice,
+/// One step over a shard: needs momentum and variance. Any thread; shards that do not overlap may
+/// run at once. Throws UserError for a shard or a configuration that makes no sense.
+void adam_step(const AdamConfig& config, const Step& step, const OptimizerShard& shard,
                Isa isa = active_isa());
 
 /// The same on this thread and the pool's; the bits do not depend on their number.
-void adam_step(const AdamConfig& config, const Step& step, const OptimizerSlice& slice,
+void adam_step(const AdamConfig& config, const Step& step, const OptimizerShard& shard,
                ThreadPool& pool, Priority priority = Priority::Normal, Isa isa = active_isa());
 
 }  // namespace pagoda::kernels

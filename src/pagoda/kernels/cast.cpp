@@ -4,7 +4,7 @@
 #include "pagoda/base/error.h"
 #include "pagoda/kernels/dispatch.h"
 #include "pagoda/kernels/float_environment.h"
-#include "pagoda/kernels/slice_driver.h"
+#include "pagoda/kernels/shard_driver.h"
 
 namespace pagoda::kernels {
 

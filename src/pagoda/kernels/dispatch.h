@@ -6,7 +6,7 @@
 
 #include "pagoda/kernels/element.h"
 #include "pagoda/kernels/isa.h"
-#include "pagoda/kernels/optimizer_slice.h"
+#include "pagoda/kernels/optimizer_shard.h"
 #include "pagoda/kernels/rounding_counter.h"
 
 /// What lies between the public functions and simd/: the scalars of a step, rounded to fp32 once,
@@ -60,9 +60,9 @@ struct ProbeJob {
 /// The kernels of one instruction set. Every function may be called from any thread and expects the
 /// default float environment.
 struct KernelTable {
-  void (*adam)(const AdamScalars&, const OptimizerSlice&, RoundingKey);
-  void (*lion)(const LionScalars&, const OptimizerSlice&, RoundingKey);
-  void (*sgd)(const SgdScalars&, const OptimizerSlice&, RoundingKey);
+  void (*adam)(const AdamScalars&, const OptimizerShard&, RoundingKey);
+  void (*lion)(const LionScalars&, const OptimizerShard&, RoundingKey);
+  void (*sgd)(const SgdScalars&, const OptimizerShard&, RoundingKey);
   void (*cast)(ConstElements, Elements, std::size_t);
   void (*split)(const float*, Bf16*, std::int16_t*, Elements, std::size_t);
   void (*join)(const Bf16*, const std::int16_t*, ConstElements, float*, std::size_t);

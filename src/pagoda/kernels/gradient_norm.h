@@ -30,7 +30,7 @@ void block_sums_of_squares(ConstElements values, std::size_t count, double scale
                            std::span<double> blocks, ThreadPool& pool,
                            Priority priority = Priority::Normal, Isa isa = active_isa());
 
-/// start + blocks[0] + blocks[1] + …, in that order: ranks that hold consecutive slices pass the
+/// start + blocks[0] + blocks[1] + …, in that order: ranks that hold consecutive shards pass the
 /// sum on, and get what one rank would.
 double add_in_order(std::span<const double> blocks, double start = 0) noexcept;
 

@@ -3,7 +3,7 @@
 
 #include "pagoda/kernels/dispatch.h"
 #include "pagoda/kernels/float_environment.h"
-#include "pagoda/kernels/slice_driver.h"
+#include "pagoda/kernels/shard_driver.h"
 
 namespace pagoda::kernels {
 namespace {
@@ -21,31 +21,31 @@ namespace {
   return s;
 }
 
-void check(const LionConfig& c, const Step& step, const OptimizerSlice& slice) {
+void check(const LionConfig& c, const Step& step, const OptimizerShard& shard) {
   check_range("lr", c.lr, 0, kHuge);
   check_range("beta1", c.beta1, 0, 1);
   check_range("beta2", c.beta2, 0, 1);
   check_range("weight_decay", c.weight_decay, 0, kHuge);
-  check_slice(slice, step, Needs::Momentum, false);
+  check_shard(shard, step, Needs::Momentum, false);
 }
 
 }  // namespace
 
-void lion_step(const LionConfig& config, const Step& step, const OptimizerSlice& slice, Isa isa) {
-  check(config, step, slice);
+void lion_step(const LionConfig& config, const Step& step, const OptimizerShard& shard, Isa isa) {
+  check(config, step, shard);
   const KernelTable& kernels = kernels_for(isa);
   const DefaultFloatEnvironment environment;
   const LionScalars scalars = scalars_of(config, step);
-  with_rounding_keys(slice, step, [&](const OptimizerSlice& part, RoundingKey key) {
+  with_rounding_keys(shard, step, [&](const OptimizerShard& part, RoundingKey key) {
     kernels.lion(scalars, part, key);
   });
 }
 
-void lion_step(const LionConfig& config, const Step& step, const OptimizerSlice& slice,
+void lion_step(const LionConfig& config, const Step& step, const OptimizerShard& shard,
                ThreadPool& pool, Priority priority, Isa isa) {
-  check(config, step, slice);
-  for_pieces(slice, pool, priority,
-             [&](const OptimizerSlice& part) { lion_step(config, step, part, isa); });
+  check(config, step, shard);
+  for_pieces(shard, pool, priority,
+             [&](const OptimizerShard& part) { lion_step(config, step, part, isa); });
 }
 
 }  // namespace pagoda::kernels

@@ -3,7 +3,7 @@
 
 #include "pagoda/base/thread_pool.h"
 #include "pagoda/kernels/isa.h"
-#include "pagoda/kernels/optimizer_slice.h"
+#include "pagoda/kernels/optimizer_shard.h"
 
 namespace pagoda::kernels {
 
@@ -20,13 +20,13 @@ struct LionConfig {
   double weight_decay = 0;
 };
 
-/// One step over a slice: needs momentum, a whole master and no variance (there is no sign bit to
+/// One step over a shard: needs momentum, a whole master and no variance (there is no sign bit to
 /// spare for a split one). Threads as in adam_step().
-void lion_step(const LionConfig& config, const Step& step, const OptimizerSlice& slice,
+void lion_step(const LionConfig& config, const Step& step, const OptimizerShard& shard,
                Isa isa = active_isa());
 
 /// The same on this thread and the pool's.
-void lion_step(const LionConfig& config, const Step& step, const OptimizerSlice& slice,
+void lion_step(const LionConfig& config, const Step& step, const OptimizerShard& shard,
                ThreadPool& pool, Priority priority = Priority::Normal, Isa isa = active_isa());
 
 }  // namespace pagoda::kernels

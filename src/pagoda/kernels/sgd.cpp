@@ -4,7 +4,7 @@
 #include "pagoda/base/error.h"
 #include "pagoda/kernels/dispatch.h"
 #include "pagoda/kernels/float_environment.h"
-#include "pagoda/kernels/slice_driver.h"
+#include "pagoda/kernels/shard_driver.h"
 
 namespace pagoda::kernels {
 namespace {
@@ -26,33 +26,33 @@ namespace {
   return s;
 }
 
-void check(const SgdConfig& c, const Step& step, const OptimizerSlice& slice) {
+void check(const SgdConfig& c, const Step& step, const OptimizerShard& shard) {
   check_range("lr", c.lr, 0, kHuge);
   check_range("momentum", c.momentum, 0, kHuge);
   check_range("dampening", c.dampening, -kHuge, kHuge);
   check_range("weight_decay", c.weight_decay, 0, kHuge);
   PAGODA_REQUIRE(!c.nesterov || (c.momentum > 0 && c.dampening == 0),
                  "nesterov needs a momentum and no dampening");
-  check_slice(slice, step, c.momentum == 0 ? Needs::Nothing : Needs::Momentum, false);
+  check_shard(shard, step, c.momentum == 0 ? Needs::Nothing : Needs::Momentum, false);
 }
 
 }  // namespace
 
-void sgd_step(const SgdConfig& config, const Step& step, const OptimizerSlice& slice, Isa isa) {
-  check(config, step, slice);
+void sgd_step(const SgdConfig& config, const Step& step, const OptimizerShard& shard, Isa isa) {
+  check(config, step, shard);
   const KernelTable& kernels = kernels_for(isa);
   const DefaultFloatEnvironment environment;
   const SgdScalars scalars = scalars_of(config, step);
-  with_rounding_keys(slice, step, [&](const OptimizerSlice& part, RoundingKey key) {
+  with_rounding_keys(shard, step, [&](const OptimizerShard& part, RoundingKey key) {
     kernels.sgd(scalars, part, key);
   });
 }
 
-void sgd_step(const SgdConfig& config, const Step& step, const OptimizerSlice& slice,
+void sgd_step(const SgdConfig& config, const Step& step, const OptimizerShard& shard,
               ThreadPool& pool, Priority priority, Isa isa) {
-  check(config, step, slice);
-  for_pieces(slice, pool, priority,
-             [&](const OptimizerSlice& part) { sgd_step(config, step, part, isa); });
+  check(config, step, shard);
+  for_pieces(shard, pool, priority,
+             [&](const OptimizerShard& part) { sgd_step(config, step, part, isa); });
 }
 
 }  // namespace pagoda::kernels

@@ -3,7 +3,7 @@
 
 #include "pagoda/base/thread_pool.h"
 #include "pagoda/kernels/isa.h"
-#include "pagoda/kernels/optimizer_slice.h"
+#include "pagoda/kernels/optimizer_shard.h"
 
 namespace pagoda::kernels {
 
@@ -21,13 +21,13 @@ struct SgdConfig {
   bool nesterov = false;
 };
 
-/// One step over a slice: needs a whole master, momentum unless that is 0 (then none), and no
+/// One step over a shard: needs a whole master, momentum unless that is 0 (then none), and no
 /// variance. Threads as in adam_step().
-void sgd_step(const SgdConfig& config, const Step& step, const OptimizerSlice& slice,
+void sgd_step(const SgdConfig& config, const Step& step, const OptimizerShard& shard,
               Isa isa = active_isa());
 
 /// The same on this thread and the pool's.
-void sgd_step(const SgdConfig& config, const Step& step, const OptimizerSlice& slice,
+void sgd_step(const SgdConfig& config, const Step& step, const OptimizerShard& shard,
               ThreadPool& pool, Priority priority = Priority::Normal, Isa isa = active_isa());
 
 }  // namespace pagoda::kernels

@@ -16,28 +16,28 @@ struct Overloaded : Fns... {
 template <class... Fns>
 Overloaded(Fns...) -> Overloaded<Fns...>;
 
-/// One step over a slice, on this thread, or this and those of a pool.
+/// One step over a shard, on this thread, or this and those of a pool.
 template <class... Pool>
 void apply_on(const Optimizer& optimizer, const kernels::Step& step,
-              const kernels::OptimizerSlice& slice, Pool&... pool) {
+              const kernels::OptimizerShard& shard, Pool&... pool) {
   using kernels::Decay;
   std::visit(
       Overloaded{
           [&](const AdamW& r) {
             kernels::adam_step({r.lr, r.beta1, r.beta2, r.eps, r.weight_decay, Decay::Decoupled},
-                               step, slice, pool...);
+                               step, shard, pool...);
           },
           [&](const Adam& r) {
             kernels::adam_step({r.lr, r.beta1, r.beta2, r.eps, r.weight_decay, Decay::L2}, step,
-                               slice, pool...);
+                               shard, pool...);
           },
           [&](const Sgd& r) {
             kernels::sgd_step(
-                {r.lr, r.momentum, r.dampening, r.weight_decay, Decay::L2, r.nesterov}, step, slice,
+                {r.lr, r.momentum, r.dampening, r.weight_decay, Decay::L2, r.nesterov}, step, shard,
                 pool...);
           },
           [&](const Lion& r) {
-            kernels::lion_step({r.lr, r.beta1, r.beta2, r.weight_decay}, step, slice, pool...);
+            kernels::lion_step({r.lr, r.beta1, r.beta2, r.weight_decay}, step, shard, pool...);
           }},
       optimizer);
 }
@@ -69,21 +69,21 @@ bool has_variance(const Optimizer& optimizer) noexcept {
 }
 
 void apply(const Optimizer& optimizer, const kernels::Step& step,
-           const kernels::OptimizerSlice& slice, ThreadPool& pool) {
-  apply_on(optimizer, step, slice, pool);
+           const kernels::OptimizerShard& shard, ThreadPool& pool) {
+  apply_on(optimizer, step, shard, pool);
 }
 
 void apply(const Optimizer& optimizer, const kernels::Step& step,
-           std::span<const kernels::OptimizerSlice> slices, ThreadPool& pool) {
-  if (slices.size() == 1) return apply(optimizer, step, slices[0], pool);
+           std::span<const kernels::OptimizerShard> shards, ThreadPool& pool) {
+  if (shards.size() == 1) return apply(optimizer, step, shards[0], pool);
   // No piece keeps a thread busy for long, and no thread is woken for a little.
   constexpr std::size_t kPiece = 65536;  // elements
-  std::vector<kernels::OptimizerSlice> pieces;
+  std::vector<kernels::OptimizerShard> pieces;
   std::size_t elements = 0;
-  for (const kernels::OptimizerSlice& slice : slices) {
-    elements += slice.count;
-    for (std::size_t at = 0; at < slice.count; at += kPiece) {
-      pieces.push_back(slice.part(at, std::min(at + kPiece, slice.count)));
+  for (const kernels::OptimizerShard& shard : shards) {
+    elements += shard.count;
+    for (std::size_t at = 0; at < shard.count; at += kPiece) {
+      pieces.push_back(shard.part(at, std::min(at + kPiece, shard.count)));
     }
   }
   if (pieces.empty()) return;

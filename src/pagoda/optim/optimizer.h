@@ -62,11 +62,11 @@ void set_learning_rate(Optimizer& optimizer, double lr) noexcept;
 bool has_momentum(const Optimizer& optimizer) noexcept;
 bool has_variance(const Optimizer& optimizer) noexcept;
 
-/// One step of the rule over a slice.
+/// One step of the rule over a shard.
 void apply(const Optimizer& optimizer, const kernels::Step& step,
-           const kernels::OptimizerSlice& slice, ThreadPool& pool);
+           const kernels::OptimizerShard& shard, ThreadPool& pool);
 /// The same over many, which may be small.
 void apply(const Optimizer& optimizer, const kernels::Step& step,
-           std::span<const kernels::OptimizerSlice> slices, ThreadPool& pool);
+           std::span<const kernels::OptimizerShard> shards, ThreadPool& pool);
 
 }  // namespace pagoda::optim

@@ -8,7 +8,7 @@
 #include "pagoda/kernels/element.h"
 #include "pagoda/pager/home.h"
 #include "pagoda/pager/page.h"
-#include "pagoda/pager/slicing.h"
+#include "pagoda/pager/sharding.h"
 
 namespace pagoda::optim {
 

@@ -122,44 +122,44 @@ void UpdateChunk::apply(std::span<const pager::Range> wanted, const StepScalars&
   };
   const Elements momentum = moment(state, layout_->momentum, at.momentum);
   const Elements variance = moment(state, layout_->variance, at.variance);
-  std::vector<kernels::OptimizerSlice> slices;
+  std::vector<kernels::OptimizerShard> shards;
   for (const Segment& segment : page_->segments) {
     const TrainedParameter& parameter = page_->parameters[segment.parameter];
     if (!parameter.used) continue;
-    slices.clear();
+    shards.clear();
     for (const pager::Range& range : wanted) {
       const std::uint64_t from = std::max(range.begin, segment.range.begin);
       const std::uint64_t to = std::min(range.end, segment.range.end);
       if (from >= to) continue;
       const std::size_t skip = from - elements_.begin;
-      kernels::OptimizerSlice& slice = slices.emplace_back();
-      slice.first_index = segment.first_index + (from - segment.range.begin);
-      slice.count = to - from;
-      slice.grad = ConstElements{page_->gradient_dtype, gradient_.memory.data()}.from(skip);
+      kernels::OptimizerShard& shard = shards.emplace_back();
+      shard.first_index = segment.first_index + (from - segment.range.begin);
+      shard.count = to - from;
+      shard.grad = ConstElements{page_->gradient_dtype, gradient_.memory.data()}.from(skip);
       const Elements values = Elements{page_->dtype, parameter_.memory.data()}.from(skip);
       switch (layout_->master) {
         case StateLayout::Master::Parameter:
-          slice.master = static_cast<float*>(values.data);
+          shard.master = static_cast<float*>(values.data);
           break;
         case StateLayout::Master::Whole:
-          slice.master = reinterpret_cast<float*>(state) + skip;
-          if (written_ != nullptr) slice.to.master = reinterpret_cast<float*>(written_) + skip;
-          slice.param = values;
+          shard.master = reinterpret_cast<float*>(state) + skip;
+          if (written_ != nullptr) shard.to.master = reinterpret_cast<float*>(written_) + skip;
+          shard.param = values;
           break;
         case StateLayout::Master::Split:
-          slice.rest = reinterpret_cast<std::int16_t*>(state) + skip;
-          if (written_ != nullptr) slice.to.rest = reinterpret_cast<std::int16_t*>(written_) + skip;
-          slice.param = values;
+          shard.rest = reinterpret_cast<std::int16_t*>(state) + skip;
+          if (written_ != nullptr) shard.to.rest = reinterpret_cast<std::int16_t*>(written_) + skip;
+          shard.param = values;
           break;
       }
-      slice.momentum = momentum.from(skip);
-      slice.variance = variance.from(skip);
-      slice.to.momentum = moment(written_, layout_->momentum, at.momentum).from(skip);
-      slice.to.variance = moment(written_, layout_->variance, at.variance).from(skip);
+      shard.momentum = momentum.from(skip);
+      shard.variance = variance.from(skip);
+      shard.to.momentum = moment(written_, layout_->momentum, at.momentum).from(skip);
+      shard.to.variance = moment(written_, layout_->variance, at.variance).from(skip);
     }
     const kernels::Step now{parameter.updates + 1, step.grad_scale,
                             rounding_seed(seed, parameter.index)};
-    optim::apply(step.optimizers[parameter.group], now, slices, pool);
+    optim::apply(step.optimizers[parameter.group], now, shards, pool);
   }
 }
 

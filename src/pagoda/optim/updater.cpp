@@ -76,8 +76,8 @@ struct Updater::Slot {
 
 Updater::Updater(pager::Pager& pager, ThreadPool& pool, Options options)
     : pager_(pager), pool_(pool), options_(options) {
-  PAGODA_REQUIRE_EQ(options_.chunk % pager::Slicing::kBlock, 0U,
-                    "update_chunk must be a multiple of {} elements", pager::Slicing::kBlock);
+  PAGODA_REQUIRE_EQ(options_.chunk % pager::Sharding::kBlock, 0U,
+                    "update_chunk must be a multiple of {} elements", pager::Sharding::kBlock);
   PAGODA_REQUIRE_GE(options_.buffers, 2U, "update_buffers must be at least 2");
   const Bytes bytes = UpdateChunk::buffer_bytes(options_.chunk);
   const Bytes most = pager_.tiers().budget(Tier::Host).limit() / 8;
@@ -524,10 +524,10 @@ void Updater::page_done(Record& record) {
   changed_.notify_all();
 }
 
-pager::Range Updater::kept(const pager::Page& page, pager::Range slice) {
+pager::Range Updater::kept(const pager::Page& page, pager::Range shard) {
   const std::lock_guard lock(mutex_);
   const auto found = records_.find(&page);
-  return found == records_.end() ? slice : found->second->page->updated;
+  return found == records_.end() ? shard : found->second->page->updated;
 }
 
 void Updater::overwritten(pager::Page& page, std::uint64_t begin, std::uint64_t count,

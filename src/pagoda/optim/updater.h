@@ -104,7 +104,7 @@ class Updater final : public pager::Debts {
   bool settles_parts(const pager::Page& page, std::uint64_t wanted) override;
   void settle_parts(pager::Page& page, std::span<const pager::Range> parts) override;
   void about_to_write(pager::Page& page) override;
-  pager::Range kept(const pager::Page& page, pager::Range slice) override;
+  pager::Range kept(const pager::Page& page, pager::Range shard) override;
   void overwritten(pager::Page& page, std::uint64_t begin, std::uint64_t count,
                    const std::byte* before, const std::byte* after) override;
   /// Returns when this rank's part of the page has seen `version` updates.

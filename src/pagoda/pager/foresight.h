@@ -59,23 +59,23 @@ class Debts {
   /// User code is about to write to a page that owes nothing: returns when no other rank still has
   /// to read what it holds now.
   virtual void about_to_write(Page& /*page*/) {}
-  /// The elements of `page` whose master this rank keeps; `slice` where it does not know better.
-  virtual Range kept(const Page& page, Range slice) = 0;
+  /// The elements of `page` whose master this rank keeps; `shard` where it does not know better.
+  virtual Range kept(const Page& page, Range shard) = 0;
   /// User code has written elements [begin, begin + count) of a page that owes nothing: what home
   /// had, and what it gets. Masters follow.
   virtual void overwritten(Page& page, std::uint64_t begin, std::uint64_t count,
                            const std::byte* before, const std::byte* after) = 0;
 };
 
-/// The other ranks' slices, read one-sidedly. Any fetch thread may call it.
-class RemoteSlices {
+/// The other ranks' shards, read one-sidedly. Any fetch thread may call it.
+class RemoteShards {
  public:
   struct Piece {
     int rank = 0;
     Bytes begin = 0;  // in the page
     std::span<std::byte> to;
   };
-  virtual ~RemoteSlices() = default;
+  virtual ~RemoteShards() = default;
   /// Fills every piece with `page`'s bytes as of `version`. Throws what the other rank did.
   virtual void pull(PageId page, std::uint64_t version, std::span<const Piece> pieces) = 0;
 };

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "pagoda/pager/page.h"
-#include "pagoda/pager/slicing.h"
+#include "pagoda/pager/sharding.h"
 
 namespace pagoda::pager {
 

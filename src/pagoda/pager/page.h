@@ -10,7 +10,7 @@
 #include "pagoda/device/block.h"
 #include "pagoda/device/stream.h"
 #include "pagoda/pager/home.h"
-#include "pagoda/pager/slicing.h"
+#include "pagoda/pager/sharding.h"
 
 namespace pagoda::pager {
 
@@ -83,7 +83,7 @@ struct alignas(64) Page {
 
   device::Block block;
   std::string name;  // renamed once the model's own name for it is known
-  /// The bytes when the page is not on the device: all of it, or this rank's slice.
+  /// The bytes when the page is not on the device: all of it, or this rank's shard.
   Home home;
   Range home_range;
   /// The whole page as this rank's user code has written it, while `home` still has what the last

@@ -52,7 +52,7 @@ void Pager::set_debts(Debts* debts) {
   debts_ = debts;
 }
 
-void Pager::set_remote(RemoteSlices* remote) {
+void Pager::set_remote(RemoteShards* remote) {
   const Lock lock(mutex_);
   remote_ = remote;
 }

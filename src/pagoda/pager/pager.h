@@ -54,7 +54,7 @@ class Pager {
     /// Pages of at least so many bytes have their rows looked up where they lie; 0: none.
     Bytes least_lookup = 0;
     int rank = 0;
-    Slicing slicing;
+    Sharding sharding;
     /// For messages: what the user writes to keep a page where raw pointers can see it.
     std::string pin_advice = "pin it (engine.pin)";
     DroppedWait dropped_wait = DroppedWait::None;
@@ -77,7 +77,7 @@ class Pager {
   /// the first touch that needs them; null for none.
   void set_foresight(Foresight* foresight);
   void set_debts(Debts* debts);
-  void set_remote(RemoteSlices* remote);
+  void set_remote(RemoteShards* remote);
 
   /// A new page whose contents are at `bytes` in host-readable or device memory (null: blank), to
   /// be kept at `placement`. It is absent afterwards: its home has the contents.
@@ -134,7 +134,7 @@ class Pager {
   /// What user code has written becomes what home has: other ranks see it, and masters follow. True
   /// if there was something. The ranks are between two steps.
   bool publish(Page& page);
-  /// Keeps the slice of this rank, or all of it, as the page's home.
+  /// Keeps the shard of this rank, or all of it, as the page's home.
   void set_home_range(Page& page, Range range, Placement placement);
   /// Makes the resident copy the home: the page stays on the device for good.
   void fix(Page& page);
@@ -142,9 +142,9 @@ class Pager {
   /// From now on every touch throws `why`, with the page's storage.
   void refuse(std::string why) noexcept;
 
-  const Slicing& slicing() const noexcept { return options_.slicing; }
-  Range slice_of(const Page& page) const noexcept {
-    return options_.slicing.of(page.elements, options_.rank);
+  const Sharding& sharding() const noexcept { return options_.sharding; }
+  Range shard_of(const Page& page) const noexcept {
+    return options_.sharding.of(page.elements, options_.rank);
   }
   Tiers& tiers() noexcept { return tiers_; }
   PagerStats stats() const;
@@ -197,7 +197,7 @@ class Pager {
   template <class Work>
   void alone_with(Page& page, Lock& lock, const Work& work);
   void store(Page& page, const std::byte* from);
-  void tell_overwritten(Page& page, Range slice, Range written, const std::byte* after);
+  void tell_overwritten(Page& page, Range shard, Range written, const std::byte* after);
   void pump(const Lock& lock);
   void set_residency(Page& page, Residency to, const Lock& lock);
   void recount(Page& page, const Lock& lock) noexcept;
@@ -220,7 +220,7 @@ class Pager {
   const Options options_;
   Foresight* foresight_ = nullptr;
   Debts* debts_ = nullptr;
-  RemoteSlices* remote_ = nullptr;
+  RemoteShards* remote_ = nullptr;
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;           // a page changed state, was unpinned or unread

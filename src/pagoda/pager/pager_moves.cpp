@@ -223,12 +223,12 @@ void Pager::fill_from(const Page& page, const Home& home, Range range, std::byte
 }
 
 void Pager::fill_from_others(const Page& page, std::byte* to, std::uint64_t version, Lane& lane) {
-  PAGODA_CHECK(remote_ != nullptr, "a page is sliced and there are no other ranks");
+  PAGODA_CHECK(remote_ != nullptr, "a page is sharded and there are no other ranks");
   const bool direct = tiers_.device()->kind() == device::DeviceKind::Host;
-  std::vector<RemoteSlices::Piece> pieces;
+  std::vector<RemoteShards::Piece> pieces;
   Bytes bytes = 0;
-  for (int rank = 0; rank < options_.slicing.ranks; ++rank) {
-    const Range range = options_.slicing.of(page.elements, rank);
+  for (int rank = 0; rank < options_.sharding.ranks; ++rank) {
+    const Range range = options_.sharding.of(page.elements, rank);
     if (rank == options_.rank || range.empty()) continue;
     const Bytes begin = range.begin * page.element_size;
     const Bytes size = range.size() * page.element_size;
@@ -238,7 +238,7 @@ void Pager::fill_from_others(const Page& page, std::byte* to, std::uint64_t vers
     } else {
       through_staging(size, to + begin, lane.staging, options_.staging, *lane.stream, page.name,
                       [&](Bytes at, std::span<std::byte> buffer) {
-                        const RemoteSlices::Piece piece{rank, begin + at, buffer};
+                        const RemoteShards::Piece piece{rank, begin + at, buffer};
                         remote_->pull(page.id, version, {&piece, 1});
                       });
     }
@@ -303,7 +303,7 @@ void Pager::keep_before(Page& page, Lock& lock) {
 
 /// Tells the debts what user code has changed in a fixed page. Holds write_mutex_, not mutex_.
 void Pager::tell_fixed(Page& page) {
-  const Range kept = debts_->kept(page, slice_of(page));
+  const Range kept = debts_->kept(page, shard_of(page));
   const Bytes size = page.element_size;
   const Bytes half = options_.staging / 2 / size * size;
   for (Bytes at = kept.begin * size; at < kept.end * size;) {
@@ -357,7 +357,7 @@ void Pager::write_back(Page& page, Lock& lock) {
 }
 
 /// Copies the whole page from device memory to its home, or to a copy of this rank's own: where
-/// home is a slice which others may be reading, and where masters will follow at the step. (They
+/// home is a shard which others may be reading, and where masters will follow at the step. (They
 /// compare with what the last update left; an eviction in between must not count.) Holds
 /// write_mutex_, not mutex_.
 void Pager::store(Page& page, const std::byte* from) {
@@ -388,12 +388,12 @@ void Pager::store(Page& page, const std::byte* from) {
   if (target->tier() == Tier::Nvme) stats_.host_to_nvme += page.bytes();
 }
 
-/// Elements `written` of a page get the bytes `after`: tells the debts what changes in the slice
+/// Elements `written` of a page get the bytes `after`: tells the debts what changes in the shard
 /// whose masters this rank keeps. The second half of the staging buffer has what was there before.
-void Pager::tell_overwritten(Page& page, Range slice, Range written, const std::byte* after) {
+void Pager::tell_overwritten(Page& page, Range shard, Range written, const std::byte* after) {
   if (debts_ == nullptr || page.blank) return;
   std::byte* before = write_staging_.data() + options_.staging / 2;
-  const Range both = debts_->kept(page, slice);
+  const Range both = debts_->kept(page, shard);
   const std::uint64_t first = std::max(both.begin, written.begin);
   const std::uint64_t last = std::min(both.end, written.end);
   if (first >= last) return;
@@ -473,7 +473,7 @@ void Pager::fix(Page& page) {
   const Access access{&page, false};
   touch({&access, 1}, 0, nullptr);
   Lock lock(mutex_);
-  PAGODA_CHECK(page.whole_home(), "a sliced page cannot stay whole on the device");
+  PAGODA_CHECK(page.whole_home(), "a sharded page cannot stay whole on the device");
   if (!page.fixed) {
     changed_.wait(lock, [&] { return page.readers == 0; });
     await_reads(page, lock);

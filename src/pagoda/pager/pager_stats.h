@@ -25,7 +25,7 @@ struct PagerStats {
   Nanos update_stall = 0;    // …for updates that their page owed
   Bytes nvme_to_host = 0;    // nc
   Bytes host_to_device = 0;  // cg
-  Bytes gathered = 0;        // gg: other ranks' slices
+  Bytes gathered = 0;        // gg: other ranks' shards
   Bytes device_to_host = 0;  // write-backs of pages
   Bytes host_to_nvme = 0;    // …
 

@@ -42,13 +42,13 @@ void adam_step(const at::Tensor& master, const at::Tensor& grad, const at::Tenso
   PAGODA_REQUIRE(dtype_of(master, "master") == Dtype::F32, "master must be float32");
   PAGODA_REQUIRE_GE(step, 1, "steps are counted from 1");
 
-  kernels::OptimizerSlice slice;
-  slice.count = static_cast<std::size_t>(count);
-  slice.grad = {dtype_of(grad, "grad"), grad.const_data_ptr()};
-  slice.master = static_cast<float*>(elements(master, "master", count).data);
-  slice.momentum = elements(momentum, "momentum", count);
-  slice.variance = elements(variance, "variance", count);
-  if (param.has_value()) slice.param = elements(*param, "param", count);
+  kernels::OptimizerShard shard;
+  shard.count = static_cast<std::size_t>(count);
+  shard.grad = {dtype_of(grad, "grad"), grad.const_data_ptr()};
+  shard.master = static_cast<float*>(elements(master, "master", count).data);
+  shard.momentum = elements(momentum, "momentum", count);
+  shard.variance = elements(variance, "variance", count);
+  if (param.has_value()) shard.param = elements(*param, "param", count);
 
   kernels::AdamConfig config;
   config.lr = lr;
@@ -58,7 +58,7 @@ void adam_step(const at::Tensor& master, const at::Tensor& grad, const at::Tenso
   config.weight_decay = weight_decay;
   config.decay = decoupled ? kernels::Decay::Decoupled : kernels::Decay::L2;
   kernels::adam_step(config, {.number = static_cast<std::uint64_t>(step), .grad_scale = grad_scale},
-                     slice);
+                     shard);
 }
 
 }  // namespace

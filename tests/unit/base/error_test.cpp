@@ -52,8 +52,8 @@ TEST(Check, PassesSilentlyAndEvaluatesOnce) {
 
 TEST(Check, ComparisonPrintsBothValuesAndTheReason) {
   const int have = 3;
-  EXPECT_THAT(message_of<EngineError>([&] { PAGODA_CHECK_EQ(have, 4, "slice of rank {}", 7); }),
-              AllOf(StartsWith("check failed: have == 4 (3 vs 4): slice of rank 7"),
+  EXPECT_THAT(message_of<EngineError>([&] { PAGODA_CHECK_EQ(have, 4, "shard of rank {}", 7); }),
+              AllOf(StartsWith("check failed: have == 4 (3 vs 4): shard of rank 7"),
                     HasSubstr("error_test.cpp:")));
   EXPECT_THAT(message_of<UserError>([&] { PAGODA_REQUIRE_LT(5, have); }),
               HasSubstr("5 < have (5 vs 3)"));

@@ -165,15 +165,15 @@ std::vector<std::vector<Bits>> expected(const Rehearsal& r) {
     for (std::size_t p = 0; p < pages.size(); ++p) {
       Plain& page = pages[p];
       if (!page.filled) continue;
-      kernels::OptimizerSlice slice;
-      slice.count = r.pages[p];
-      slice.grad = kernels::ConstElements{sum_type, page.sum.data()};
-      slice.master = page.master.data();
-      if (r.dtype != Dtype::F32) slice.param = kernels::Elements{r.dtype, page.value.data()};
-      if (!page.momentum.empty()) slice.momentum = kernels::Elements{moments, page.momentum.data()};
-      if (!page.variance.empty()) slice.variance = kernels::Elements{moments, page.variance.data()};
+      kernels::OptimizerShard shard;
+      shard.count = r.pages[p];
+      shard.grad = kernels::ConstElements{sum_type, page.sum.data()};
+      shard.master = page.master.data();
+      if (r.dtype != Dtype::F32) shard.param = kernels::Elements{r.dtype, page.value.data()};
+      if (!page.momentum.empty()) shard.momentum = kernels::Elements{moments, page.momentum.data()};
+      if (!page.variance.empty()) shard.variance = kernels::Elements{moments, page.variance.data()};
       const std::uint64_t seed = kernels::mix64(kernels::mix64(r.config.seed) ^ p);
-      optim::apply(optimizer, {++page.updates, factor, seed}, slice, pool);
+      optim::apply(optimizer, {++page.updates, factor, seed}, shard, pool);
       if (r.dtype == Dtype::F32) page.value = in_type(Dtype::F32, page.master);
     }
   }

@@ -16,7 +16,7 @@
 #include "pagoda/comm/pull_service.h"
 #include "pagoda/comm/thread_world.h"
 #include "pagoda/device/host/host_device.h"
-#include "pagoda/engine/slice_exchange.h"
+#include "pagoda/engine/shard_exchange.h"
 #include "unit/io/scratch_directory.h"
 
 namespace pagoda::optim {
@@ -344,7 +344,7 @@ TEST_F(UpdaterAlone, NobodyIsServedAPageThatIsAboutToBeUpdated) {
     std::jthread other([&] { groups[1] = worlds[1]->make_group("pulls"); });
     groups[0] = worlds[0]->make_group("pulls");
   }
-  const engine::SliceExchange here(std::move(groups[0]), *pager_, *updater_, {});
+  const engine::ShardExchange here(std::move(groups[0]), *pager_, *updater_, {});
   comm::PullService there(std::move(groups[1]), [](const auto&, auto& reply) { reply.refuse(""); });
   std::vector<std::uint16_t> got(100);
   const auto pull = [&](std::uint64_t version) {

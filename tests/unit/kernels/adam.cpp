@@ -22,8 +22,8 @@ class Trained {
     for (std::size_t i = 0; i < count; ++i) p[i] = master[i] = normal_(random_);
   }
 
-  OptimizerSlice slice() {
-    OptimizerSlice out;
+  OptimizerShard shard() {
+    OptimizerShard out;
     out.count = grad.size();
     out.grad = grad.data();
     out.master = master.data();
@@ -34,7 +34,7 @@ class Trained {
 
   void step(const AdamConfig& config, std::uint64_t number) {
     for (float& g : grad) g = 1e-2F * normal_(random_);
-    adam_step(config, {number, 0.5, 0}, slice());
+    adam_step(config, {number, 0.5, 0}, shard());
     const auto t = static_cast<double>(number);
     for (std::size_t i = 0; i < p.size(); ++i) {
       double g = 0.5 * grad[i];
@@ -87,13 +87,13 @@ TEST(Adam, SplitMasterTakesTheSameWayAsAWholeOne) {
   split_masters(trained.master.data(), param.data(), rest.data(), variance.data(), n);
   for (std::uint64_t t = 1; t <= 20; ++t) {
     trained.step({}, t);
-    OptimizerSlice slice = trained.slice();
-    slice.master = nullptr;
-    slice.rest = rest.data();
-    slice.param = param.data();
-    slice.momentum = momentum.data();
-    slice.variance = variance.data();
-    adam_step({}, {t, 0.5, 0}, slice);
+    OptimizerShard shard = trained.shard();
+    shard.master = nullptr;
+    shard.rest = rest.data();
+    shard.param = param.data();
+    shard.momentum = momentum.data();
+    shard.variance = variance.data();
+    adam_step({}, {t, 0.5, 0}, shard);
     join_masters(param.data(), rest.data(), variance.data(), joined.data(), n);
     ASSERT_EQ(joined, trained.master) << "step " << t;
     ASSERT_EQ(momentum, trained.momentum);
@@ -104,13 +104,13 @@ TEST(Adam, AMomentThatDecaysEndsAtZero) {
   Trained trained(64);
   trained.step({}, 1);
   std::ranges::fill(trained.grad, 0.0F);
-  for (std::uint64_t t = 2; t < 1000; ++t) adam_step({}, {t, 1, 0}, trained.slice());
+  for (std::uint64_t t = 2; t < 1000; ++t) adam_step({}, {t, 1, 0}, trained.shard());
   for (const float m : trained.momentum) EXPECT_EQ(m, 0.0F);
 }
 
 TEST(Adam, RefusesWhatMakesNoSense) {
   Trained t(8);
-  const OptimizerSlice good = t.slice();
+  const OptimizerShard good = t.shard();
   EXPECT_NO_THROW(adam_step({}, {}, good));
   EXPECT_THROW(adam_step({.lr = -1}, {}, good), UserError);
   EXPECT_THROW(adam_step({.beta1 = 1}, {}, good), UserError);
@@ -120,47 +120,47 @@ TEST(Adam, RefusesWhatMakesNoSense) {
   EXPECT_THROW(adam_step({}, {.grad_scale = INFINITY}, good), UserError);
 
   const auto broken = [&](auto change) {
-    OptimizerSlice slice = good;
-    change(slice);
-    EXPECT_THROW(adam_step({}, {}, slice), UserError);
+    OptimizerShard shard = good;
+    change(shard);
+    EXPECT_THROW(adam_step({}, {}, shard), UserError);
   };
   std::int16_t rest[8];
   Bf16 param[8];
-  broken([](OptimizerSlice& s) { s.grad = {}; });
-  broken([](OptimizerSlice& s) { s.master = nullptr; });
-  broken([](OptimizerSlice& s) { s.momentum = {}; });
-  broken([](OptimizerSlice& s) { s.variance = {}; });
-  broken([](OptimizerSlice& s) { s.variance.type = Dtype::BF16; });
-  broken([](OptimizerSlice& s) { s.momentum.type = s.variance.type = Dtype::F16; });
-  broken([&](OptimizerSlice& s) { s.rest = rest; });
-  broken([&](OptimizerSlice& s) {
+  broken([](OptimizerShard& s) { s.grad = {}; });
+  broken([](OptimizerShard& s) { s.master = nullptr; });
+  broken([](OptimizerShard& s) { s.momentum = {}; });
+  broken([](OptimizerShard& s) { s.variance = {}; });
+  broken([](OptimizerShard& s) { s.variance.type = Dtype::BF16; });
+  broken([](OptimizerShard& s) { s.momentum.type = s.variance.type = Dtype::F16; });
+  broken([&](OptimizerShard& s) { s.rest = rest; });
+  broken([&](OptimizerShard& s) {
     s.rest = rest;
     s.master = nullptr;
   });
-  broken([](OptimizerSlice& s) { s.grad.data = static_cast<const std::byte*>(s.grad.data) + 1; });
+  broken([](OptimizerShard& s) { s.grad.data = static_cast<const std::byte*>(s.grad.data) + 1; });
   const auto broken_elsewhere = [&](auto change) {
-    broken([&](OptimizerSlice& s) {
+    broken([&](OptimizerShard& s) {
       s.param = param;
       s.to = {t.grad.data(), nullptr, t.grad.data(), t.grad.data()};
       change(s);
     });
   };
-  broken_elsewhere([](OptimizerSlice& s) { s.to.master = nullptr; });
-  broken_elsewhere([](OptimizerSlice& s) { s.to.momentum = {}; });
-  broken_elsewhere([](OptimizerSlice& s) { s.to.variance.type = Dtype::BF16; });
-  broken_elsewhere([&](OptimizerSlice& s) { s.to.rest = rest; });
-  broken_elsewhere([](OptimizerSlice& s) { s.param = {}; });  // a master that is the parameter
-  broken_elsewhere([](OptimizerSlice& s) {
+  broken_elsewhere([](OptimizerShard& s) { s.to.master = nullptr; });
+  broken_elsewhere([](OptimizerShard& s) { s.to.momentum = {}; });
+  broken_elsewhere([](OptimizerShard& s) { s.to.variance.type = Dtype::BF16; });
+  broken_elsewhere([&](OptimizerShard& s) { s.to.rest = rest; });
+  broken_elsewhere([](OptimizerShard& s) { s.param = {}; });  // a master that is the parameter
+  broken_elsewhere([](OptimizerShard& s) {
     s.to.variance.data = static_cast<std::byte*>(s.to.variance.data) + 2;
   });
-  OptimizerSlice lion = good;
+  OptimizerShard lion = good;
   EXPECT_THROW(lion_step({}, {}, lion), UserError);  // a variance that it would not use
   lion.variance = {};
   EXPECT_NO_THROW(lion_step({}, {}, lion));
 }
 
-TEST(Adam, AnEmptySliceIsNothing) {
-  EXPECT_NO_THROW(adam_step({}, {}, OptimizerSlice{}));
+TEST(Adam, AnEmptyShardIsNothing) {
+  EXPECT_NO_THROW(adam_step({}, {}, OptimizerShard{}));
 }
 
 }  // namespace

@@ -37,7 +37,7 @@ class WantsPages final : public Foresight {
 };
 
 /// Other ranks, who take their time with the first pull.
-class SlowRanks final : public RemoteSlices {
+class SlowRanks final : public RemoteShards {
  public:
   void pull(PageId page, std::uint64_t version, std::span<const Piece> /*pieces*/) override {
     const bool first = versions_.empty();  // there is one fetch thread
@@ -58,7 +58,7 @@ class SlowRanks final : public RemoteSlices {
 // Other ranks make the next version when their steps are through with fetches of the one before: if
 // such a fetch asked for it, all would wait for one another.
 TEST(Pager, AFetchAsksForTheVersionThatItWasStartedWith) {
-  constexpr Bytes kBytes = 32_KiB;  // elements enough for two slices
+  constexpr Bytes kBytes = 32_KiB;  // elements enough for two shards
   Tiers::Options options;
   options.device = device::host::make_device({});
   options.device_budget = 8 * kBytes;
@@ -66,7 +66,7 @@ TEST(Pager, AFetchAsksForTheVersionThatItWasStartedWith) {
   Tiers tiers(options);
   PlainBinding bindings[3];
   Pager::Options two_ranks;
-  two_ranks.slicing.ranks = 2;
+  two_ranks.sharding.ranks = 2;
   two_ranks.fetch_threads = 1;
   SlowRanks others;
   WantsPages foresight;
@@ -84,7 +84,7 @@ TEST(Pager, AFetchAsksForTheVersionThatItWasStartedWith) {
   Page& queued = add("queued", bindings[1]);
   Page& touched = add("touched", bindings[2]);
   for (Page* page : {&fetched, &queued}) {
-    pager.set_home_range(*page, pager.slice_of(*page), Placement::Host);
+    pager.set_home_range(*page, pager.shard_of(*page), Placement::Host);
   }
   const Access access{&touched, false};
   foresight.want({fetched.id, queued.id});

@@ -39,7 +39,7 @@ class AddOne final : public Debts {
     tiers_.write(page.home, 0, bytes);
     pager_.updated(page, version);
   }
-  Range kept(const Page& page, Range /*slice*/) override { return {0, page.elements}; }
+  Range kept(const Page& page, Range /*shard*/) override { return {0, page.elements}; }
   void overwritten(Page& page, std::uint64_t begin, std::uint64_t count, const std::byte* before,
                    const std::byte* after) override {
     const std::lock_guard lock(mutex_);
@@ -238,7 +238,7 @@ class Parts final : public Debts {
     EXPECT_EQ(page.lookups, 1U);
     asked.assign(parts.begin(), parts.end());
   }
-  Range kept(const Page& page, Range /*slice*/) override { return {0, page.elements}; }
+  Range kept(const Page& page, Range /*shard*/) override { return {0, page.elements}; }
   void overwritten(Page&, std::uint64_t, std::uint64_t, const std::byte*,
                    const std::byte*) override {}
 

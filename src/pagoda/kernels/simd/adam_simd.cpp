@@ -48,10 +48,10 @@ struct AdamRule {
   }
 };
 
-void adam(const AdamScalars& scalars, const OptimizerSlice& slice, RoundingKey key) {
-  walk(slice.momentum.type == Dtype::F32 ? groups_for<AdamRule, Moments::F32>(slice)
-                                         : groups_for<AdamRule, Moments::BF16>(slice),
-       scalars, slice, key);
+void adam(const AdamScalars& scalars, const OptimizerShard& shard, RoundingKey key) {
+  walk(shard.momentum.type == Dtype::F32 ? groups_for<AdamRule, Moments::F32>(shard)
+                                         : groups_for<AdamRule, Moments::BF16>(shard),
+       scalars, shard, key);
 }
 
 }  // namespace HWY_NAMESPACE

@@ -43,10 +43,10 @@ struct LionRule {
   }
 };
 
-void lion(const LionScalars& scalars, const OptimizerSlice& slice, RoundingKey key) {
-  walk(slice.momentum.type == Dtype::F32 ? groups_for<LionRule, Moments::F32>(slice)
-                                         : groups_for<LionRule, Moments::BF16>(slice),
-       scalars, slice, key);
+void lion(const LionScalars& scalars, const OptimizerShard& shard, RoundingKey key) {
+  walk(shard.momentum.type == Dtype::F32 ? groups_for<LionRule, Moments::F32>(shard)
+                                         : groups_for<LionRule, Moments::BF16>(shard),
+       scalars, shard, key);
 }
 
 }  // namespace HWY_NAMESPACE

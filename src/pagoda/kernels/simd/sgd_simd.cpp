@@ -47,13 +47,13 @@ struct SgdRule {
   }
 };
 
-void sgd(const SgdScalars& scalars, const OptimizerSlice& slice, RoundingKey key) {
-  if (!slice.momentum) {
-    return walk(groups_for<SgdRule<false>, Moments::None>(slice), scalars, slice, key);
+void sgd(const SgdScalars& scalars, const OptimizerShard& shard, RoundingKey key) {
+  if (!shard.momentum) {
+    return walk(groups_for<SgdRule<false>, Moments::None>(shard), scalars, shard, key);
   }
-  walk(slice.momentum.type == Dtype::F32 ? groups_for<SgdRule<true>, Moments::F32>(slice)
-                                         : groups_for<SgdRule<true>, Moments::BF16>(slice),
-       scalars, slice, key);
+  walk(shard.momentum.type == Dtype::F32 ? groups_for<SgdRule<true>, Moments::F32>(shard)
+                                         : groups_for<SgdRule<true>, Moments::BF16>(shard),
+       scalars, shard, key);
 }
 
 }  // namespace HWY_NAMESPACE

@@ -18,7 +18,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "pagoda/kernels/optimizer_slice.h"
+#include "pagoda/kernels/optimizer_shard.h"
 #include "pagoda/kernels/simd/lanes-inl.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -44,7 +44,7 @@ constexpr std::size_t kAhead = 512;  // elements
 /// Elements between two copies of an fp32 master to an fp32 parameter.
 constexpr std::size_t kCopyStretch = 2048;
 
-/// Elements of a slice as plain pointers; what is absent is null and never touched.
+/// Elements of a shard as plain pointers; what is absent is null and never touched.
 struct Arrays {
   const std::byte* grad;
   float* master;
@@ -214,7 +214,7 @@ class StepLoop {
 /// second form of the arithmetic for the ends of an array.
 template <class Scalars>
 void partial_group(GroupsFunction<Scalars> groups, const Scalars& scalars,
-                   const OptimizerSlice& slice, std::size_t begin, std::size_t count,
+                   const OptimizerShard& shard, std::size_t begin, std::size_t count,
                    RoundingKey key) {
   alignas(64) std::byte grad[4 * kGroup] = {};
   alignas(64) float master[kGroup] = {};
@@ -222,7 +222,7 @@ void partial_group(GroupsFunction<Scalars> groups, const Scalars& scalars,
   alignas(64) std::byte param[4 * kGroup] = {};
   alignas(64) std::byte momentum[4 * kGroup] = {};
   alignas(64) std::byte variance[4 * kGroup] = {};
-  const OptimizerSlice part = slice.part(begin, begin + count);
+  const OptimizerShard part = shard.part(begin, begin + count);
   const auto copy = [&](void* to, const void* from, std::size_t size) {
     if (to != nullptr && from != nullptr) std::memcpy(to, from, count * size);
   };
@@ -237,7 +237,7 @@ void partial_group(GroupsFunction<Scalars> groups, const Scalars& scalars,
   const Arrays local = {
       grad, master, rest, param, momentum, variance, {master, rest, momentum, variance}};
   groups(scalars, local, 0, kGroup, {}, key, static_cast<std::uint32_t>(part.first_index));
-  const OptimizerSlice::Written to = part.written();
+  const OptimizerShard::Written to = part.written();
   copy(to.master, master, sizeof(float));
   copy(to.rest, rest, sizeof(std::uint16_t));
   copy(part.param.data, param, param_size);
@@ -251,7 +251,7 @@ inline std::size_t before_line(const void* data, std::size_t size) noexcept {
 }
 
 /// Whether element i of each of these states starts a line. Absent ones do.
-inline bool all_start_line(const OptimizerSlice::Written& states, std::size_t i) noexcept {
+inline bool all_start_line(const OptimizerShard::Written& states, std::size_t i) noexcept {
   const auto starts = [i](const void* data, std::size_t size) {
     return data == nullptr || (reinterpret_cast<std::uintptr_t>(data) + i * size) % 64 == 0;
   };
@@ -260,78 +260,78 @@ inline bool all_start_line(const OptimizerSlice::Written& states, std::size_t i)
          starts(states.variance.data, element_size(states.variance.type));
 }
 
-/// A whole slice: what precedes the first full line of what is only written, the groups, the rest.
+/// A whole shard: what precedes the first full line of what is only written, the groups, the rest.
 template <class Scalars>
-void walk(GroupsFunction<Scalars> groups, const Scalars& scalars, const OptimizerSlice& slice,
+void walk(GroupsFunction<Scalars> groups, const Scalars& scalars, const OptimizerShard& shard,
           RoundingKey key) {
-  if (slice.param && slice.param.type == Dtype::F32) {
+  if (shard.param && shard.param.type == Dtype::F32) {
     // A second fp32 copy is rare: made from the master, a stretch at a time while that is cached.
-    for (std::size_t begin = 0; begin < slice.count; begin += kCopyStretch) {
-      OptimizerSlice part = slice.part(begin, std::min(slice.count, begin + kCopyStretch));
+    for (std::size_t begin = 0; begin < shard.count; begin += kCopyStretch) {
+      OptimizerShard part = shard.part(begin, std::min(shard.count, begin + kCopyStretch));
       void* copy = std::exchange(part.param.data, nullptr);
       walk(groups, scalars, part, key);
       std::memcpy(copy, part.written().master, part.count * sizeof(float));
     }
     return;
   }
-  const OptimizerSlice::Written to = slice.written();
+  const OptimizerShard::Written to = shard.written();
   const Arrays a = {
-      static_cast<const std::byte*>(slice.grad.data),
-      slice.master,
-      reinterpret_cast<std::uint16_t*>(slice.rest),
-      static_cast<std::byte*>(slice.param.data),
-      static_cast<std::byte*>(slice.momentum.data),
-      static_cast<std::byte*>(slice.variance.data),
+      static_cast<const std::byte*>(shard.grad.data),
+      shard.master,
+      reinterpret_cast<std::uint16_t*>(shard.rest),
+      static_cast<std::byte*>(shard.param.data),
+      static_cast<std::byte*>(shard.momentum.data),
+      static_cast<std::byte*>(shard.variance.data),
       {to.master, reinterpret_cast<std::uint16_t*>(to.rest),
        static_cast<std::byte*>(to.momentum.data), static_cast<std::byte*>(to.variance.data)}};
-  const bool is_long = slice.count >= kStreamFrom;
+  const bool is_long = shard.count >= kStreamFrom;
   Past past;
-  past.param = is_long && slice.param && slice.rest == nullptr;
+  past.param = is_long && shard.param && shard.rest == nullptr;
   std::size_t i = 0;
   if (past.param) {
-    i = before_line(a.param, element_size(slice.param.type));
-  } else if (is_long && slice.elsewhere()) {
+    i = before_line(a.param, element_size(shard.param.type));
+  } else if (is_long && shard.elsewhere()) {
     i = before_line(to.momentum.data, element_size(to.momentum.type));
   }
-  past.states = is_long && slice.elsewhere() && all_start_line(slice.to, i);
-  if (i > 0) partial_group(groups, scalars, slice, 0, i, key);
-  const std::size_t end = i + (slice.count - i) / kGroup * kGroup;
-  groups(scalars, a, i, end, past, key, static_cast<std::uint32_t>(slice.first_index));
-  if (end < slice.count) partial_group(groups, scalars, slice, end, slice.count - end, key);
+  past.states = is_long && shard.elsewhere() && all_start_line(shard.to, i);
+  if (i > 0) partial_group(groups, scalars, shard, 0, i, key);
+  const std::size_t end = i + (shard.count - i) / kGroup * kGroup;
+  groups(scalars, a, i, end, past, key, static_cast<std::uint32_t>(shard.first_index));
+  if (end < shard.count) partial_group(groups, scalars, shard, end, shard.count - end, key);
   if (past.param || past.states) hwy::FlushStream();
 }
 
 template <class Rule, Dtype kGrad, Moments kMoments, Output kOutput>
-GroupsFunction<typename Rule::Scalars> groups_for_place(const OptimizerSlice& slice) {
-  return slice.elsewhere() ? StepLoop<Rule, kGrad, kMoments, kOutput, Place::Elsewhere>::groups
+GroupsFunction<typename Rule::Scalars> groups_for_place(const OptimizerShard& shard) {
+  return shard.elsewhere() ? StepLoop<Rule, kGrad, kMoments, kOutput, Place::Elsewhere>::groups
                            : StepLoop<Rule, kGrad, kMoments, kOutput, Place::AsRead>::groups;
 }
 
 template <class Rule, Dtype kGrad, Moments kMoments>
-GroupsFunction<typename Rule::Scalars> groups_for_output(const OptimizerSlice& slice) {
+GroupsFunction<typename Rule::Scalars> groups_for_output(const OptimizerShard& shard) {
   if constexpr (Rule::kHasVariance) {
-    if (slice.rest != nullptr) {
-      return groups_for_place<Rule, kGrad, kMoments, Output::Split>(slice);
+    if (shard.rest != nullptr) {
+      return groups_for_place<Rule, kGrad, kMoments, Output::Split>(shard);
     }
   }
-  if (!slice.param || slice.param.type == Dtype::F32) {  // a copy in fp32 is made by walk()
-    return groups_for_place<Rule, kGrad, kMoments, Output::None>(slice);
+  if (!shard.param || shard.param.type == Dtype::F32) {  // a copy in fp32 is made by walk()
+    return groups_for_place<Rule, kGrad, kMoments, Output::None>(shard);
   }
-  return slice.param.type == Dtype::BF16
-             ? groups_for_place<Rule, kGrad, kMoments, Output::BF16>(slice)
-             : groups_for_place<Rule, kGrad, kMoments, Output::F16>(slice);
+  return shard.param.type == Dtype::BF16
+             ? groups_for_place<Rule, kGrad, kMoments, Output::BF16>(shard)
+             : groups_for_place<Rule, kGrad, kMoments, Output::F16>(shard);
 }
 
-/// The loop for the types of the slice.
+/// The loop for the types of the shard.
 template <class Rule, Moments kMoments>
-GroupsFunction<typename Rule::Scalars> groups_for(const OptimizerSlice& slice) {
-  switch (slice.grad.type) {
+GroupsFunction<typename Rule::Scalars> groups_for(const OptimizerShard& shard) {
+  switch (shard.grad.type) {
     case Dtype::F32:
-      return groups_for_output<Rule, Dtype::F32, kMoments>(slice);
+      return groups_for_output<Rule, Dtype::F32, kMoments>(shard);
     case Dtype::BF16:
-      return groups_for_output<Rule, Dtype::BF16, kMoments>(slice);
+      return groups_for_output<Rule, Dtype::BF16, kMoments>(shard);
     case Dtype::F16:
-      return groups_for_output<Rule, Dtype::F16, kMoments>(slice);
+      return groups_for_output<Rule, Dtype::F16, kMoments>(shard);
   }
   return nullptr;
 }

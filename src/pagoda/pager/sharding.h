@@ -16,11 +16,11 @@ struct Range {
   constexpr bool operator==(const Range&) const noexcept = default;
 };
 
-/// How pages are cut over the ranks: equal slices, in rank order, of whole blocks of elements.
+/// How pages are cut over the ranks: equal shards, in rank order, of whole blocks of elements.
 ///
 /// A block is what sums of squares are defined over (docs/notes/numerics.md), so that a norm has
 /// the same bits however many ranks there are. A page smaller than a block lies on the first rank.
-struct Slicing {
+struct Sharding {
   static constexpr std::uint64_t kBlock = 4096;
 
   int ranks = 1;

@@ -32,9 +32,9 @@ struct Step {
 /// Elements [first_index, first_index + count) of one parameter with all its states.
 ///
 /// Pointers only, owned by the caller. No two arrays overlap, those in `to` included. The index
-/// matters for stochastic rounding alone: every cut of a parameter into slices gives the same bits.
+/// matters for stochastic rounding alone: every cut of a parameter into shards gives the same bits.
 /// Arrays need the alignment of their elements; 64 bytes and equal offsets are fastest.
-struct OptimizerSlice {
+struct OptimizerShard {
   std::uint64_t first_index = 0;
   std::size_t count = 0;
   ConstElements grad;
@@ -59,7 +59,7 @@ struct OptimizerSlice {
     Elements variance;
   };
   /// Nothing set: in place. Else what was read stays as it was, and a step is taken back by
-  /// forgetting what it wrote. The bits are the same, and so is the memory traffic of long slices
+  /// forgetting what it wrote. The bits are the same, and so is the memory traffic of long shards
   /// whose arrays start cache lines together.
   Written to;
 
@@ -72,9 +72,9 @@ struct OptimizerSlice {
             to.momentum ? to.momentum : momentum, to.variance ? to.variance : variance};
   }
 
-  /// Elements [begin, end) of this slice.
-  OptimizerSlice part(std::size_t begin, std::size_t end) const noexcept {
-    OptimizerSlice out = *this;
+  /// Elements [begin, end) of this shard.
+  OptimizerShard part(std::size_t begin, std::size_t end) const noexcept {
+    OptimizerShard out = *this;
     out.first_index = first_index + begin;
     out.count = end - begin;
     out.grad = grad.from(begin);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "pagoda/engine/slice_exchange.h"
+#include "pagoda/engine/shard_exchange.h"
 
 #include <algorithm>
 #include <utility>
@@ -15,7 +15,7 @@ using pager::Page;
 using pager::Range;
 using pager::Tier;
 
-SliceExchange::SliceExchange(std::unique_ptr<comm::Group> group, pager::Pager& pager,
+ShardExchange::ShardExchange(std::unique_ptr<comm::Group> group, pager::Pager& pager,
                              optim::Updater& updater, Options options)
     : pager_(pager),
       updater_(updater),
@@ -29,12 +29,12 @@ SliceExchange::SliceExchange(std::unique_ptr<comm::Group> group, pager::Pager& p
           comm::PullService::Options{.on_failure = options_.on_end})),
       completers_(2, "complete") {}
 
-SliceExchange::~SliceExchange() {
+ShardExchange::~ShardExchange() {
   completers_.stop(ThreadPool::Stop::Cancel);  // they use the service
   pulls_.reset();
 }
 
-void SliceExchange::pull(pager::PageId page, std::uint64_t version, std::span<const Piece> pieces) {
+void ShardExchange::pull(pager::PageId page, std::uint64_t version, std::span<const Piece> pieces) {
   std::vector<comm::Pull> pulls;
   pulls.reserve(pieces.size());
   for (const Piece& piece : pieces) {
@@ -43,7 +43,7 @@ void SliceExchange::pull(pager::PageId page, std::uint64_t version, std::span<co
   pulls_->pull(pulls);
 }
 
-bool SliceExchange::part_updated(TrainedPage& page, std::uint64_t version) {
+bool ShardExchange::part_updated(TrainedPage& page, std::uint64_t version) {
   if (!options_.whole_pages) return true;
   {
     const std::lock_guard lock(mutex_);
@@ -62,7 +62,7 @@ bool SliceExchange::part_updated(TrainedPage& page, std::uint64_t version) {
   return false;
 }
 
-void SliceExchange::complete(TrainedPage& trained, std::uint64_t version) {
+void ShardExchange::complete(TrainedPage& trained, std::uint64_t version) {
   Page& page = *trained.page;
   PAGODA_TRACE("engine", "complete", {"page", page.name});
   pager::Tiers& tiers = pager_.tiers();
@@ -71,7 +71,7 @@ void SliceExchange::complete(TrainedPage& trained, std::uint64_t version) {
   std::vector<comm::Pull> pulls;
   std::vector<std::byte> buffer;
   for (int rank = 0; rank < ranks_; ++rank) {
-    const Range range = pager_.slicing().of(page.elements, rank);
+    const Range range = pager_.sharding().of(page.elements, rank);
     if (rank == options_.rank || range.empty()) continue;
     if (direct) {
       pulls.push_back({rank,
@@ -93,13 +93,13 @@ void SliceExchange::complete(TrainedPage& trained, std::uint64_t version) {
   pager_.updated(page, version);
 }
 
-void SliceExchange::settle() {
+void ShardExchange::settle() {
   std::unique_lock lock(mutex_);
   changed_.wait(lock, [&] { return completing_ == 0 || failed_; });
 }
 
-/// Another rank asks for bytes of this rank's slice.
-void SliceExchange::serve(const comm::PullRequest& request, comm::PullReply& reply) {
+/// Another rank asks for bytes of this rank's shard.
+void ShardExchange::serve(const comm::PullRequest& request, comm::PullReply& reply) {
   Page* const found = pager_.find(static_cast<pager::PageId>(request.key));
   if (found == nullptr) {
     reply.refuse(fmt::format("there is no page {}", request.key));
@@ -129,7 +129,7 @@ void SliceExchange::serve(const comm::PullRequest& request, comm::PullReply& rep
   reply.give(*bytes, bytes);
 }
 
-void SliceExchange::served(const Page& page, std::uint64_t version, Bytes bytes) {
+void ShardExchange::served(const Page& page, std::uint64_t version, Bytes bytes) {
   const std::lock_guard lock(mutex_);
   Served& so_far = to_others_[page.id];
   if (so_far.version < version) so_far = {version, 0};
@@ -139,7 +139,7 @@ void SliceExchange::served(const Page& page, std::uint64_t version, Bytes bytes)
 
 /// Where every rank keeps whole pages, the others read this rank's part of each version once: user
 /// code may change it after that.
-void SliceExchange::await_served(const Page& page) {
+void ShardExchange::await_served(const Page& page) {
   if (!options_.whole_pages) return;
   std::uint64_t version = 0;
   {
@@ -148,7 +148,7 @@ void SliceExchange::await_served(const Page& page) {
   }
   if (version == 0) return;
   const Bytes all =
-      pager_.slice_of(page).size() * page.element_size * static_cast<Bytes>(ranks_ - 1);
+      pager_.shard_of(page).size() * page.element_size * static_cast<Bytes>(ranks_ - 1);
   std::unique_lock lock(mutex_);
   changed_.wait(lock, [&] {
     if (failed_) return true;
@@ -158,7 +158,7 @@ void SliceExchange::await_served(const Page& page) {
   });
 }
 
-void SliceExchange::fail(const std::string& why) noexcept {
+void ShardExchange::fail(const std::string& why) noexcept {
   {
     const std::lock_guard lock(mutex_);
     failed_ = true;

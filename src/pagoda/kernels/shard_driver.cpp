@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "pagoda/kernels/slice_driver.h"
+#include "pagoda/kernels/shard_driver.h"
 
 #include <cmath>
 
@@ -21,48 +21,48 @@ void check_moment(const char* name, const Elements& moment, bool needed) {
 }
 
 /// Where the states go, if not to where they come from.
-void check_written(const OptimizerSlice& slice) {
-  const OptimizerSlice::Written& to = slice.to;
+void check_written(const OptimizerShard& shard) {
+  const OptimizerShard::Written& to = shard.to;
   const auto check = [](const char* name, const void* to_data, const void* from, std::size_t size) {
     PAGODA_REQUIRE((to_data != nullptr) == (from != nullptr),
                    "states are written elsewhere, all of them or none; {} is {}", name,
                    from != nullptr ? "not" : "not one of them");
     check_aligned(name, to_data, size);
   };
-  const bool is_parameter = !slice.param;
-  check("the master", to.master, is_parameter ? nullptr : slice.master, sizeof(float));
-  check("the rest", to.rest, slice.rest, sizeof(std::int16_t));
-  check("momentum", to.momentum.data, slice.momentum.data, element_size(slice.momentum.type));
-  check("variance", to.variance.data, slice.variance.data, element_size(slice.variance.type));
-  PAGODA_REQUIRE((!to.momentum || to.momentum.type == slice.momentum.type) &&
-                     (!to.variance || to.variance.type == slice.variance.type),
+  const bool is_parameter = !shard.param;
+  check("the master", to.master, is_parameter ? nullptr : shard.master, sizeof(float));
+  check("the rest", to.rest, shard.rest, sizeof(std::int16_t));
+  check("momentum", to.momentum.data, shard.momentum.data, element_size(shard.momentum.type));
+  check("variance", to.variance.data, shard.variance.data, element_size(shard.variance.type));
+  PAGODA_REQUIRE((!to.momentum || to.momentum.type == shard.momentum.type) &&
+                     (!to.variance || to.variance.type == shard.variance.type),
                  "moments are written elsewhere in another type");
 }
 
 }  // namespace
 
-void check_slice(const OptimizerSlice& slice, const Step& step, Needs needs, bool may_split) {
+void check_shard(const OptimizerShard& shard, const Step& step, Needs needs, bool may_split) {
   PAGODA_REQUIRE_GE(step.number, 1U, "steps count from 1");
   PAGODA_REQUIRE(std::isfinite(step.grad_scale), "the gradient scale is {}", step.grad_scale);
-  if (slice.count == 0) return;
-  PAGODA_REQUIRE(bool{slice.grad}, "the gradient is missing");
-  check_aligned("the gradient", slice.grad.data, element_size(slice.grad.type));
-  check_moment("momentum", slice.momentum, needs != Needs::Nothing);
-  check_moment("variance", slice.variance, needs == Needs::MomentumAndVariance);
-  PAGODA_REQUIRE(!slice.variance || slice.variance.type == slice.momentum.type,
-                 "momentum is {} and variance {}", dtype_name(slice.momentum.type),
-                 dtype_name(slice.variance.type));
-  PAGODA_REQUIRE((slice.master != nullptr) != (slice.rest != nullptr),
-                 "a slice has either a whole master or a rest");
-  if (slice.rest != nullptr) {
+  if (shard.count == 0) return;
+  PAGODA_REQUIRE(bool{shard.grad}, "the gradient is missing");
+  check_aligned("the gradient", shard.grad.data, element_size(shard.grad.type));
+  check_moment("momentum", shard.momentum, needs != Needs::Nothing);
+  check_moment("variance", shard.variance, needs == Needs::MomentumAndVariance);
+  PAGODA_REQUIRE(!shard.variance || shard.variance.type == shard.momentum.type,
+                 "momentum is {} and variance {}", dtype_name(shard.momentum.type),
+                 dtype_name(shard.variance.type));
+  PAGODA_REQUIRE((shard.master != nullptr) != (shard.rest != nullptr),
+                 "a shard has either a whole master or a rest");
+  if (shard.rest != nullptr) {
     PAGODA_REQUIRE(may_split, "a split master needs the sign of a second moment: Adam only");
-    PAGODA_REQUIRE(slice.param && slice.param.type == Dtype::BF16,
+    PAGODA_REQUIRE(shard.param && shard.param.type == Dtype::BF16,
                    "a split master needs its bf16 parameter");
   }
-  check_aligned("the master", slice.master, sizeof(float));
-  check_aligned("the rest", slice.rest, sizeof(std::int16_t));
-  check_aligned("the parameter", slice.param.data, element_size(slice.param.type));
-  if (slice.elsewhere()) check_written(slice);
+  check_aligned("the master", shard.master, sizeof(float));
+  check_aligned("the rest", shard.rest, sizeof(std::int16_t));
+  check_aligned("the parameter", shard.param.data, element_size(shard.param.type));
+  if (shard.elsewhere()) check_written(shard);
 }
 
 void check_range(const char* name, double value, double low, double high) {

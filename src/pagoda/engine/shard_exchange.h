@@ -19,10 +19,10 @@
 
 namespace pagoda::engine {
 
-/// What ranks read of each other's pages: slices, when a page is fetched, and parts that others
+/// What ranks read of each other's pages: shards, when a page is fetched, and parts that others
 /// have updated, where every rank keeps whole pages. One-sided: nobody has to be in step
-/// ("Slices are pulled" in docs/notes/schedule.md). All members may be called from any thread.
-class SliceExchange final : public pager::RemoteSlices {
+/// ("Shards are pulled" in docs/notes/schedule.md). All members may be called from any thread.
+class ShardExchange final : public pager::RemoteShards {
  public:
   struct Options {
     int rank = 0;
@@ -36,9 +36,9 @@ class SliceExchange final : public pager::RemoteSlices {
     std::function<void(const std::string& reason)> on_end;
   };
 
-  SliceExchange(std::unique_ptr<comm::Group> group, pager::Pager& pager, optim::Updater& updater,
+  ShardExchange(std::unique_ptr<comm::Group> group, pager::Pager& pager, optim::Updater& updater,
                 Options options);
-  ~SliceExchange() override;
+  ~ShardExchange() override;
 
   void pull(pager::PageId page, std::uint64_t version, std::span<const Piece> pieces) override;
 

@@ -6,7 +6,7 @@
 #include <limits>
 
 #include "pagoda/base/thread_pool.h"
-#include "pagoda/kernels/optimizer_slice.h"
+#include "pagoda/kernels/optimizer_shard.h"
 #include "pagoda/kernels/rounding_counter.h"
 
 /// What the optimizers' entry points share: checks, the cut at 2³² and the cut for threads. Not for
@@ -19,7 +19,7 @@ inline constexpr std::size_t kGrain = 65536;
 enum class Needs : std::uint8_t { Nothing, Momentum, MomentumAndVariance };
 
 /// Throws UserError unless the arrays are those that the optimizer needs, of types that exist.
-void check_slice(const OptimizerSlice& slice, const Step& step, Needs needs, bool may_split);
+void check_shard(const OptimizerShard& shard, const Step& step, Needs needs, bool may_split);
 
 /// Throws UserError unless the value is finite and in [low, high).
 void check_range(const char* name, double value, double low, double high);
@@ -30,25 +30,25 @@ inline constexpr double kHuge = std::numeric_limits<double>::max();
 /// baseᵉ by squaring: std::pow may give other bits on another machine.
 double power(double base, std::uint64_t exponent) noexcept;
 
-/// fn(part, key) for each part of the slice whose indices share their upper half.
+/// fn(part, key) for each part of the shard whose indices share their upper half.
 template <class Fn>
-void with_rounding_keys(const OptimizerSlice& slice, const Step& step, Fn&& fn) {
-  for (std::size_t begin = 0; begin < slice.count;) {
-    const std::uint64_t index = slice.first_index + begin;
+void with_rounding_keys(const OptimizerShard& shard, const Step& step, Fn&& fn) {
+  for (std::size_t begin = 0; begin < shard.count;) {
+    const std::uint64_t index = shard.first_index + begin;
     const std::uint64_t to_next = (std::uint64_t{1} << 32) - (index & 0xFFFFFFFFU);
-    const std::size_t end = begin + std::min<std::uint64_t>(to_next, slice.count - begin);
+    const std::size_t end = begin + std::min<std::uint64_t>(to_next, shard.count - begin);
     const auto high = static_cast<std::uint32_t>(index >> 32);
-    fn(slice.part(begin, end), rounding_key(step.seed, step.number, high));
+    fn(shard.part(begin, end), rounding_key(step.seed, step.number, high));
     begin = end;
   }
 }
 
-/// fn(part) for pieces of the slice, on this thread and the pool's.
+/// fn(part) for pieces of the shard, on this thread and the pool's.
 template <class Fn>
-void for_pieces(const OptimizerSlice& slice, ThreadPool& pool, Priority priority, Fn&& fn) {
+void for_pieces(const OptimizerShard& shard, ThreadPool& pool, Priority priority, Fn&& fn) {
   pool.parallel_for(
-      0, slice.count, kGrain,
-      [&](std::size_t begin, std::size_t end) { fn(slice.part(begin, end)); }, priority);
+      0, shard.count, kGrain,
+      [&](std::size_t begin, std::size_t end) { fn(shard.part(begin, end)); }, priority);
 }
 
 }  // namespace pagoda::kernels
