@@ -151,7 +151,7 @@ void Runtime::attach(const std::vector<Page*>& pages, std::vector<TrainedSpec> s
                            pager::tag::kOptimizer, page->page->name);
       updater_->add(*page, rule);
     }
-    if (early_mode() == EarlyUpdates::Mode::OnTrust) make_room_to_undo();
+    if (early_mode() != EarlyUpdates::Mode::Never) make_room_for_early_updates();
     if (!alone()) control_->barrier();  // from here on others may pull
     left_free_ = {};                    // what was left is for activations now
     trace_.stepped(steps_);
@@ -165,46 +165,49 @@ void Runtime::attach(const std::vector<Page*>& pages, std::vector<TrainedSpec> s
   }
 }
 
-/// What it takes to undo updates, as far as the host has room beside all that must be there. Where
-/// it has none, or states lie elsewhere, updates wait for step(): on all ranks or on none.
-void Runtime::make_room_to_undo() {
+/// What early updates take beside gradients and states, as far as the host has room beside all that
+/// must be there. Where it has none, or states lie elsewhere, updates wait for step().
+void Runtime::make_room_for_early_updates() {
+  const bool reversible = early_mode() == EarlyUpdates::Mode::Reversible;
   Bytes expected = 0;
   for (const auto& page : trained_) {
-    if (const auto bytes = updater_->undo_bytes(*page)) {
-      expected += bytes->state + bytes->parameters;
+    if (const auto bytes = updater_->early_bytes(*page, reversible)) {
+      expected += bytes->spare + bytes->next;
     }
   }
-  tiers_->host().expect(pager::tag::kUndo, expected);
+  if (expected > 0) tiers_->host().expect(pager::tag::kEarly, expected);
   const auto in_wait =
       tiers_->budget(Tier::Host)
           .try_reserve(gradients_in_wait(pages_, alone()).bytes, pager::tag::kGradients);
-  std::vector<std::uint64_t> cannot(trained_.size(), 1);
+  std::vector<std::uint64_t> cannot(trained_.size());
   // The gradients that come first gain most.
-  for (auto last = trained_.rbegin(); last != trained_.rend() && in_wait; ++last) {
+  for (auto last = trained_.rbegin(); last != trained_.rend(); ++last) {
     TrainedPage& page = **last;
     const auto on_host = [&](Bytes bytes) {
-      return tiers_->try_allocate_on_host(bytes, pager::tag::kUndo, page.page->name);
+      return tiers_->try_allocate_on_host(bytes, pager::tag::kEarly, page.page->name);
     };
-    const auto bytes = updater_->undo_bytes(page);
-    auto spare = bytes ? on_host(bytes->state) : std::nullopt;
-    auto before = spare ? on_host(bytes->parameters) : std::nullopt;
-    if (!before) continue;
-    page.spare = std::move(*spare);
-    page.before = std::move(*before);
-    cannot[page.number] = 0;
+    const auto bytes = updater_->early_bytes(page, reversible);
+    if (bytes && bytes->spare + bytes->next == 0) continue;
+    auto spare = bytes && in_wait ? on_host(bytes->spare) : std::nullopt;
+    auto next = spare ? on_host(bytes->next) : std::nullopt;
+    if (!next) {
+      cannot[page.number] = 1;
+      continue;
+    }
+    if (reversible) page.spare = std::move(*spare);
+    page.next = std::move(*next);
   }
-  if (!alone()) control_->all_reduce_max(cannot);
+  if (!alone()) control_->all_reduce_max(cannot);  // one rank's no is enough
   for (const auto& page : trained_) {
-    page->can_be_undone = cannot[page->number] == 0;
-    if (page->can_be_undone) continue;
+    if (cannot[page->number] == 0) continue;
     page->spare = {};
-    page->before = {};
+    page->next = {};
   }
   const auto without = std::accumulate(cannot.begin(), cannot.end(), std::uint64_t{0});
-  if (without == 0) return;
+  if (without == 0 || !reversible) return;
   log::warn("engine",
             "clip_ahead: some updates wait for step(): their states are not in host memory, or it "
-            "has no room for what undoes them",
+            "has no room for what rolls them back",
             {{"pages", without}, {"of", trained_.size()}});
 }
 

@@ -45,15 +45,6 @@ void read_flags(const std::byte* from, std::vector<bool>& present, bool& any) {
   }
 }
 
-/// A gradient for a page whose update has begun: it fired its hook more often than ever before.
-void check_not_begun(const TrainedPage& page) {
-  if (!page.begun) return;
-  throw UserError(
-      fmt::format("parameter '{}' got another gradient after its update had begun; set "
-                  "early_updates to false for a model whose passes differ so",
-                  page.page->name));
-}
-
 }  // namespace
 
 Reducer::Reducer(comm::Group* group, pager::Pager& pager, optim::Gradients& gradients,
@@ -317,7 +308,7 @@ void Reducer::run_alone(Lock& lock) {
   Arrival& arrival = *round.arrived[round.order[round.taken++]];
   lock.unlock();
   TrainedPage& page = *arrival.contribution.page;
-  check_not_begun(page);
+  early_.before_add(page);
   updater_.await_part(*page.page);
   const std::byte* direct = in_host_memory(arrival);
   std::byte* as_is = nullptr;
@@ -456,7 +447,7 @@ void Reducer::exchange(std::span<const Item> bucket, Round* round) {
       any = any || has;
     }
     if (any) {
-      check_not_begun(page);
+      early_.before_add(page);
       updater_.await_part(*page.page);
       if (!range.empty()) gradients_.add(page, range.begin, range.size(), parts, present);
       if (item.last) gradients_.added(page, present);
@@ -471,8 +462,7 @@ void Reducer::exchange(std::span<const Item> bucket, Round* round) {
 /// Whether this rank has nothing against an update of the page at the end of this round.
 bool Reducer::ask(TrainedPage& page, const Round* round) {
   if (round != nullptr && !round->last) return false;
-  return !page.begun &&
-         early_.ask(page, round != nullptr && round->arrived[page.number].has_value());
+  return early_.ask(page, round != nullptr && round->arrived[page.number].has_value());
 }
 
 const std::byte* Reducer::in_host_memory(const Arrival& arrival) const {

@@ -129,14 +129,6 @@ Runtime::Runtime(const Config& config, std::shared_ptr<comm::World> world)
     shards_ = std::make_unique<ShardExchange>(world_->make_group("pulls"), *pager_, *updater_,
                                               std::move(shards));
     pager_->set_remote(shards_.get());
-    updater_->set_callbacks(
-        [this](TrainedPage& page, std::uint64_t version) {
-          return shards_->part_updated(page, version);
-        },
-        [this](Page& page) {
-          shards_->await_served(page);
-          check();
-        });
     comm::Watch::Options watch;
     watch.name = fmt::format("engine {}", number_);
     watch.timeout = std::chrono::duration_cast<decltype(watch.timeout)>(
@@ -152,7 +144,17 @@ Runtime::Runtime(const Config& config, std::shared_ptr<comm::World> world)
         TrainedPage* const one = &page;
         if (config_.zero == 0 && !alone()) {
           gather_gradients({&one, 1}, *tiers_, pager_->sharding(), config_.bucket, *reduce_group_);
+          page.gathered = true;
         }
+      });
+  updater_->set_callbacks(
+      [this](TrainedPage& page, std::uint64_t version) {
+        return shards_ == nullptr || shards_->part_updated(page, version);
+      },
+      [this](Page& page) {
+        early_->require_no_window(fmt::format("an in-place write to parameter '{}'", page.name));
+        if (shards_ != nullptr) shards_->await_served(page);
+        check();
       });
   reducer_ = std::make_unique<Reducer>(
       reduce_group_.get(), *pager_, *gradients_, *updater_, *early_,
@@ -177,7 +179,6 @@ Runtime::~Runtime() {
   }
   if (watch_ != nullptr) watch_->leave();
   updater_->fail(ended);
-  early_->fail();
   reducer_->fail(ended);
   pager_->refuse("the engine has ended");
   for (comm::Group* group : {control_.get(), reduce_group_.get()}) {
@@ -299,7 +300,6 @@ void Runtime::fail(std::exception_ptr error) noexcept {
   }
   pager_->refuse(why);
   updater_->fail(error);
-  if (early_ != nullptr) early_->fail();
   if (reducer_ != nullptr) reducer_->fail(error);
   for (comm::Group* group : {control_.get(), reduce_group_.get()}) {
     if (group != nullptr) group->abort(why);
@@ -329,14 +329,14 @@ void Runtime::contribute(Contribution contribution) {
 }
 
 void Runtime::end_backward() {
-  early_->backward_ends(trained_);
+  early_->backward_ends();
   reducer_->end();
 }
 
 void Runtime::set_learning_rate(std::size_t group, double lr) {
   PAGODA_REQUIRE_LT(group, groups_.size(), "there is no such parameter group");
   if (optim::learning_rate(groups_[group]) == lr) return;
-  early_->forbid("set_lr()");
+  early_->require_no_window("set_lr()");
   optim::set_learning_rate(groups_[group], lr);
 }
 
@@ -346,7 +346,7 @@ void Runtime::set_optimizer(std::size_t group, const Optimizer& optimizer) {
       optim::name(optimizer) == optim::name(groups_[group]) &&
           optim::has_momentum(optimizer) == optim::has_momentum(groups_[group]),
       "another optimizer needs another state: release() the model and attach() it again");
-  early_->forbid("a change of the optimizer's constants");
+  early_->require_no_window("a change of the optimizer's constants");
   groups_[group] = optimizer;
 }
 
@@ -363,8 +363,8 @@ void Runtime::set_clip(double clip) {
 EarlyUpdates::Mode Runtime::early_mode() const noexcept {
   using Mode = EarlyUpdates::Mode;
   if (!config_.early_updates || scales_loss()) return Mode::Never;
-  if (config_.clip == 0) return Mode::Always;
-  return config_.clip_ahead ? Mode::OnTrust : Mode::Never;
+  if (config_.clip == 0) return Mode::Final;
+  return config_.clip_ahead ? Mode::Reversible : Mode::Never;
 }
 
 void Runtime::settle() {
@@ -392,9 +392,8 @@ void Runtime::barrier() {
   }
 }
 
-/// All gradients are added up, over all ranks: their updates may begin here as well.
+/// All gradients are added up, over all ranks.
 void Runtime::await_gradients() {
-  early_->no_more_backward(groups_);
   reducer_->finish();
 }
 
@@ -405,6 +404,7 @@ void Runtime::check_order() const {
 
 double Runtime::grad_norm() {
   check();
+  early_->require_gradients("grad_norm()");
   try {
     await_gradients();
     for (const auto& page : trained_) {
@@ -422,7 +422,7 @@ double Runtime::grad_norm() {
 
 void Runtime::zero_grad() {
   check();
-  early_->forbid("zero_grad()");
+  early_->require_no_window("zero_grad()");
   try {
     await_gradients();
     for (const auto& page : trained_) optim::Gradients::clear(*page);
@@ -435,6 +435,7 @@ void Runtime::read_gradient(const Page& page, std::span<float> to) {
   check();
   const TrainedPage* trained = this->trained(page);
   PAGODA_REQUIRE(trained != nullptr, "page '{}' is not trained: it has no gradient", page.name);
+  early_->require_gradients("grad()");
   await_gradients();
   if (alone()) {
     gradients_->read(*trained, 0, to);

@@ -119,7 +119,7 @@ class Runtime {
   void check_fit(const std::vector<pager::Page*>& pages);
   void check_equal_on_all_ranks(const std::vector<pager::Page*>& pages);
   void place(const std::vector<pager::Page*>& pages);
-  void make_room_to_undo();
+  void make_room_for_early_updates();
   void forget_trained();
   StepResult step_together(bool leaving, bool& all_leaving,
                            const std::function<void(pager::Page&)>& bumped);
@@ -137,7 +137,6 @@ class Runtime {
   bool scales_loss() const noexcept { return config_.loss_scale.kind != LossScale::Kind::None; }
   bool alone() const noexcept { return world_->size() == 1; }
   EarlyUpdates::Mode early_mode() const noexcept;
-  std::vector<optim::TrainedPage*> give_up_early(std::span<optim::TrainedPage* const> pages);
 
   const io::OwnerProcess owner_;
   Config config_;

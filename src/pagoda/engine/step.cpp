@@ -35,6 +35,7 @@ StepResult Runtime::step_together(bool leaving, bool& all_leaving,
   check();
   PAGODA_TRACE("engine", "step");
   try {
+    early_->step_waits(groups_);
     await_gradients();
     check_order();
 
@@ -44,17 +45,19 @@ StepResult Runtime::step_together(bool leaving, bool& all_leaving,
       pages.push_back(page.get());
       // The update before is over, on all ranks from the exchange below on: nobody reads what it
       // left any more.
-      if (!page->begun) pager_->await_version(*page->page);
+      pager_->await_version(*page->page);
     }
     bool wrote = false;
     for (Page* page : pager_->pages()) {
       if (page != nullptr && !page->whole_home() && (page->dirty || page->own_copy)) wrote = true;
     }
     if (!alone()) {
-      std::array<std::uint64_t, 2> flags = {wrote ? 1U : 0U, leaving ? 0U : 1U};
+      std::array<std::uint64_t, 3> flags = {wrote ? 1U : 0U, leaving ? 0U : 1U,
+                                            early_->given_up() ? 1U : 0U};
       control_->all_reduce_max(flags);
       wrote = flags[0] != 0;
       all_leaving = flags[1] == 0;
+      if (flags[2] != 0) early_->give_up();
     } else {
       all_leaving = leaving;
     }
@@ -82,30 +85,39 @@ StepResult Runtime::step_together(bool leaving, bool& all_leaving,
     if (!alone()) agree_on_order();
     if (skips) {
       for (TrainedPage* page : pages) optim::Gradients::clear(*page);
-      early_->step_begins(trained_, clipped);
+      early_->step_ends(clipped);
       result.step = steps_;
       return result;
     }
-    std::vector<TrainedPage*> starting;  // the others have begun
-    std::copy_if(pages.begin(), pages.end(), std::back_inserter(starting),
-                 [](const TrainedPage* page) { return !page->begun; });
-    if (config_.zero == 0 && !alone())
-      gather_gradients(starting, *tiers_, pager_->sharding(), config_.bucket, *control_);
-    std::vector<TrainedPage*> given_up;
-    if (clipped) given_up = give_up_early(pages);
-    starting.insert(starting.end(), given_up.begin(), given_up.end());
+    if (config_.zero == 0 && !alone()) {
+      std::vector<TrainedPage*> apart;
+      std::copy_if(pages.begin(), pages.end(), std::back_inserter(apart),
+                   [](const TrainedPage* page) { return !page->gathered; });
+      gather_gradients(apart, *tiers_, pager_->sharding(), config_.bucket, *control_);
+    }
+    std::vector<TrainedPage*> starting = pages;
+    const auto early =
+        std::stable_partition(starting.begin(), starting.end(),
+                              [&](TrainedPage* page) { return !updater_->early(*page); });
+    std::vector<TrainedPage*> begun(early, starting.end());
+    if (clipped) {  // with the wrong factor
+      updater_->roll_back(begun);
+      begun.clear();
+    } else {
+      starting.erase(early, starting.end());
+    }
     if (!pages.empty()) result.step = ++steps_;
-    std::vector<Page*> owing;
-    owing.reserve(starting.size());
+    std::vector<Page*> pending;
+    pending.reserve(pages.size());
+    for (const TrainedPage* page : pages) pending.push_back(page->page);
     for (TrainedPage* page : starting) {
       for (optim::TrainedParameter& parameter : page->parameters) parameter.used = parameter.filled;
-      owing.push_back(page->page);
     }
-    pager_->owe(owing);
-    updater_->undo(given_up);
+    pager_->owe(pending);
+    updater_->release(begun);
     updater_->start(
         starting, std::make_shared<const optim::StepScalars>(optim::StepScalars{factor, groups_}));
-    early_->step_begins(trained_, clipped);
+    early_->step_ends(clipped);
     for (TrainedPage* page : pages) {
       optim::Gradients::clear(*page);
       bumped(*page->page);
@@ -115,25 +127,6 @@ StepResult Runtime::step_together(bool leaving, bool& all_leaving,
   } catch (...) {
     fail_and_throw();
   }
-}
-
-/// Ends the updates of `pages` that began on trust that nothing would be clipped, and returns these
-/// pages: they are to be undone and started again. The same on all ranks, of which none waits for
-/// such an update any more.
-std::vector<TrainedPage*> Runtime::give_up_early(std::span<TrainedPage* const> pages) {
-  std::vector<TrainedPage*> out;
-  std::copy_if(pages.begin(), pages.end(), std::back_inserter(out),
-               [](const TrainedPage* page) { return page->begun; });
-  if (out.empty()) return out;
-  PAGODA_TRACE("engine", "give up early updates", {"pages", out.size()});
-  updater_->give_up(out);
-  for (TrainedPage* page : out) {
-    pager_->await_version(*page->page);
-    page->begun = false;
-  }
-  // No rank reads what is undone next.
-  if (!alone()) control_->barrier();
-  return out;
 }
 
 /// What user code has written goes to the homes: updates start from those. `shards`: on some rank,

@@ -146,6 +146,7 @@ void Gradients::taken(TrainedPage& page, const std::vector<bool>& present) {
 }
 
 void Gradients::added(TrainedPage& page, const std::vector<bool>& present) {
+  page.gathered = false;
   for (std::size_t i = 0; i < page.parameters.size(); ++i) {
     if (present[i]) page.parameters[i].filled = true;
   }
@@ -154,6 +155,7 @@ void Gradients::added(TrainedPage& page, const std::vector<bool>& present) {
 void Gradients::clear(TrainedPage& page) noexcept {
   for (TrainedParameter& parameter : page.parameters) parameter.filled = false;
   page.squares.clear();
+  page.gathered = false;
 }
 
 void Gradients::read(const TrainedPage& page, std::uint64_t begin, std::span<float> to) {

@@ -205,8 +205,7 @@ void Pager::pump(const Lock& lock) {
     const PageId id = foresight_->next_fetch(occupancy(lock));
     if (id == kNoPage) return;
     Page& page = *by_id_[id];
-    if (page.residency != Residency::Absent || page.owes() || page.blank) return;
-    if (page.early == Early::Asked) return;
+    if (page.residency != Residency::Absent || page.awaited() || page.blank) return;
     if (page.fetch_error != nullptr) return;  // whoever touches it shall see that first
     while (!try_take_block(page, lock)) {
       Page* goes = victim(id, false, lock);

@@ -111,15 +111,13 @@ class Pager {
   /// `page.home` has seen all updates up to `version`.
   void updated(Page& page, std::uint64_t version);
 
-  /// The page's last gradient before the step has been handed over: a touch from here to
-  /// step_begins() is remembered.
-  void gradient_gone(Page& page);
-  /// May an update begin before step()? Not if user code has written, pinned or looked at the page
-  /// after its gradient, ever. If yes, a touch waits for answer_early(), and is an error if that
-  /// says yes.
-  bool ask_early(Page& page);
-  void answer_early(Page& page, bool yes);
-  void step_begins(Page& page);
+  /// The page's next version is being made before step(): true if it may be, for user code neither
+  /// has written to the page nor holds it. Until step() the page can be read as ever.
+  bool supersede(Page& page);
+  void end_supersede(Page& page);
+  /// `other`, of the same size and tier, has the page's next version, which is pending: it becomes
+  /// the home, and takes what that was.
+  void exchange_home(Page& page, Home& other);
 
   /// Returns when home has seen every update that it owes; throws once touches are refused.
   void await_version(const Page& page);
@@ -213,7 +211,6 @@ class Pager {
   void touch_held(std::span<const Access> accesses, const Lock& lock);
   void await_copies(std::span<const Access> accesses);
   void tell_checker(std::span<const Access> accesses, device::Stream* consumer) const;
-  [[noreturn]] void used_early(const Page& page) const;
   [[noreturn]] void too_large(std::span<const Access> accesses) const;
 
   Tiers& tiers_;

@@ -36,12 +36,10 @@ void Pager::touch(std::span<const Access> accesses, std::uint8_t mode, device::S
   for (;;) {
     if (!refused_.empty()) throw EngineError(refused_);
     const auto owing = std::find_if(accesses.begin(), accesses.end(), [](const Access& access) {
-      return access.page->owes() || access.page->early != Early::No || access.page->lookups > 0;
+      return access.page->owes() || access.page->lookups > 0;
     });
     if (owing != accesses.end()) {
-      if (owing->page->early == Early::Begun) used_early(*owing->page);
-      // The ranks are being asked, or another thread's operator has the storage, while it runs.
-      if (owing->page->early == Early::Asked || owing->page->lookups > 0) {
+      if (owing->page->lookups > 0) {  // another thread's operator has the storage, while it runs
         changed_.wait(lock);
         continue;
       }
@@ -81,8 +79,7 @@ void Pager::touch(std::span<const Access> accesses, std::uint8_t mode, device::S
       bool again = false;
       for (const Access& access : accesses) {
         await(*access.page, lock);
-        again = again || access.page->residency != Residency::Resident || access.page->owes() ||
-                access.page->early != Early::No;
+        again = again || access.page->residency != Residency::Resident || access.page->owes();
       }
       if (again) {
         unpin_all(accesses, lock);
@@ -326,7 +323,6 @@ void Pager::use(Page& page, bool write, std::uint8_t mode, device::Stream* consu
                 const Lock& /*lock*/) {
   ++stats_.touches;
   page.last_touch = ++sequence_;
-  page.used_late = page.used_late || page.gradient_gone;
   if (page.prefetched) {
     ++stats_.prefetch_hits;
     page.prefetched = false;

@@ -56,37 +56,27 @@ void Pager::updated(Page& page, std::uint64_t version) {
   pump(lock);
 }
 
-void Pager::gradient_gone(Page& page) {
-  const Lock lock(mutex_);
-  page.gradient_gone = true;
-}
-
-bool Pager::ask_early(Page& page) {
+bool Pager::supersede(Page& page) {
   const Lock lock(mutex_);
   const bool written = page.dirty || page.own_copy || page.before;
-  if (written || page.used_late || page.pins > 0 || page.moving() || page.owes()) return false;
-  page.early = Early::Asked;
+  if (written || page.holds > 0 || page.owes()) return false;
+  page.superseded = true;
+  if (page.evictable(false)) drop_copy(page, lock);
   return true;
 }
 
-void Pager::answer_early(Page& page, bool yes) {
+void Pager::end_supersede(Page& page) {
   const Lock lock(mutex_);
-  page.early = yes ? Early::Begun : Early::No;
-  changed_.notify_all();
+  page.superseded = false;
+  ++changes_;
 }
 
-void Pager::step_begins(Page& page) {
+void Pager::exchange_home(Page& page, Home& other) {
   const Lock lock(mutex_);
-  page.early = Early::No;
-  page.gradient_gone = false;
-}
-
-void Pager::used_early(const Page& page) const {
-  throw UserError(fmt::format(
-      "page '{}' is used between its last gradient of a step and step(), which it was not in the "
-      "steps before: its update has begun. Use it before backward() or after step(), or set "
-      "early_updates to false",
-      page.name));
+  PAGODA_CHECK(page.owes() && !page.moving() && !page.fixed, "page {} is read while it is updated",
+               page.name);
+  PAGODA_CHECK(page.home.tier() == other.tier() && page.home.size() == other.size());
+  std::swap(page.home, other);
 }
 
 void Pager::await_version(const Page& page) {

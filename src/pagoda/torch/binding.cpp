@@ -177,7 +177,7 @@ Counts counts_of(const engine::Stats& stats) {
   put("gradients.stall_ns", stats.gradients.push_stall);
   put("updates.pages", stats.updates.pages);
   put("updates.early", stats.updates.early);
-  put("updates.undone", stats.updates.undone);
+  put("updates.rolled_back", stats.updates.rolled_back);
   put("updates.elements", stats.updates.elements);
   put("updates.busy_ns", stats.updates.busy);
   put("updates.waited_io_ns", stats.updates.waited_io);

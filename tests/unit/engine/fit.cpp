@@ -28,7 +28,7 @@ Bytes attach_on(Placement states, pager::Placement page_now, Config config) {
       {&page},
       {{&page, kernels::Dtype::F32, {{{0, kFitElements}, 0, 0}}, {{0, 0, 0, false, false}}}},
       {AdamW{}});
-  return runtime.stats().held(pager::Tier::Host, pager::tag::kUndo);
+  return runtime.stats().held(pager::Tier::Host, pager::tag::kEarly);
 }
 
 void attach_on_disk(Bytes nvme_budget) {

@@ -234,9 +234,10 @@ class Parts final : public Debts {
   explicit Parts(bool can) : can_(can) {}
   void settle(Page& /*page*/) override { ADD_FAILURE() << "all of it was asked for"; }
   bool settles_parts(const Page& /*page*/, std::uint64_t /*wanted*/) override { return can_; }
-  void settle_parts(Page& page, std::span<const Range> parts) override {
+  const std::byte* settle_parts(Page& page, std::span<const Range> parts) override {
     EXPECT_EQ(page.lookups, 1U);
     asked.assign(parts.begin(), parts.end());
+    return page.home.data();
   }
   Range kept(const Page& page, Range /*shard*/) override { return {0, page.elements}; }
   void overwritten(Page&, std::uint64_t, std::uint64_t, const std::byte*,
