@@ -379,12 +379,15 @@ class Engine:
 
     # Raw pointers.
 
-    def pin(self, what: torch.nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> Pin:
-        """Keeps parameters on the device for code that reads raw pointers: numpy(), a compiled
-        region, a kernel of one's own. They must fit into the device's budget together."""
+    def pin(self, what: torch.nn.Module | torch.Tensor | Iterable[torch.Tensor], *,
+            write: bool = False) -> Pin:
+        """Keeps parameters on the device for code that uses raw pointers: numpy(), a compiled
+        region, a kernel of one's own. They must fit into the device's budget together. What a
+        step() changes is there when it returns. Writes through numpy are found; a kernel that
+        writes to a parameter on a GPU needs `write=True`."""
         if isinstance(what, torch.nn.Module):
             tensors: list[torch.Tensor] = list(what.parameters())
         else:
             tensors = [what] if isinstance(what, torch.Tensor) else list(what)
         with translated():
-            return Pin(self._handle.pin(tensors))
+            return Pin(self._handle.pin(tensors, write))

@@ -377,6 +377,7 @@ void Runtime::finish() {
   check();
   try {
     settle();
+    pager_->bind_fixed();
     check_order();
   } catch (...) {
     fail_and_throw();

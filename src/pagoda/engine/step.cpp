@@ -47,6 +47,7 @@ StepResult Runtime::step_together(bool leaving, bool& all_leaving,
       // left any more.
       pager_->await_version(*page->page);
     }
+    pager_->find_raw_writes();
     bool wrote = false;
     for (Page* page : pager_->pages()) {
       if (page != nullptr && !page->whole_home() && (page->dirty || page->own_copy)) wrote = true;
@@ -113,7 +114,7 @@ StepResult Runtime::step_together(bool leaving, bool& all_leaving,
     for (TrainedPage* page : starting) {
       for (optim::TrainedParameter& parameter : page->parameters) parameter.used = parameter.filled;
     }
-    pager_->owe(pending);
+    const std::vector<Page*> exposed = pager_->owe(pending);
     updater_->release(begun);
     updater_->start(
         starting, std::make_shared<const optim::StepScalars>(optim::StepScalars{factor, groups_}));
@@ -123,6 +124,7 @@ StepResult Runtime::step_together(bool leaving, bool& all_leaving,
       bumped(*page->page);
     }
     updater_->follow(update_order(std::move(pages)));
+    pager_->refresh(exposed);
     return result;
   } catch (...) {
     fail_and_throw();

@@ -34,6 +34,9 @@ class Binding {
   virtual void bind(std::byte* data) noexcept = 0;
   /// The page is absent: an access shall throw `why`.
   virtual void unbind(const std::string& why) noexcept = 0;
+  /// Whether others than the parameters themselves share the bytes: a view that user code keeps may
+  /// be read without anybody being told.
+  virtual bool has_views() const noexcept { return false; }
 };
 
 /// The storage of one parameter, or of several that are views of it. A record: the Pager guards all
@@ -85,7 +88,10 @@ struct alignas(64) Page {
   /// What a fixed page held when user code began to write to it, until masters have followed.
   Home before;
   std::uint64_t resident_version = 0;
-  device::Mark written;  // behind the last operator on a stream that wrote it
+  /// Of its bytes while it is held, where the host can read them: finds writes by raw pointers.
+  std::uint64_t held_sum = 0;
+  bool held_for_write = false;  // …where it cannot
+  device::Mark written;         // behind the last operator on a stream that wrote it
   /// Behind what streams have been given that reads home, beside the copy that `ready` is behind:
   /// lookups, and copies to where the page has been dropped from since.
   std::vector<device::Mark> reading;

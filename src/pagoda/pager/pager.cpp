@@ -253,17 +253,22 @@ void Pager::drop_copy(Page& page, const Lock& lock) {
   page.prefetched = false;
 }
 
+void Pager::bind(Page& page, const Lock& /*lock*/) {
+  if (page.bound || page.binding == nullptr) return;
+  page.binding->bind(page.device_block().data());
+  page.bound = true;
+}
+
 /// Where the engine has failed an access says why: an operator whose touch threw may be on its way
 /// to it, while a fetch of the same page fails as well.
 void Pager::unbind(Page& page, const Lock& /*lock*/) {
   page.bound = false;
   if (page.binding == nullptr) return;
+  const std::string_view why = page.owes() ? "has a pending update" : "is not on the device";
   page.binding->unbind(
-      refused_.empty()
-          ? fmt::format(
-                "page '{}' is not on the device: nothing announced that it would be read; {}",
-                page.name, options_.pin_advice)
-          : refused_);
+      refused_.empty() ? fmt::format("page '{}' {}: nothing announced that it would be read; {}",
+                                     page.name, why, options_.pin_advice)
+                       : refused_);
 }
 
 }  // namespace pagoda::pager

@@ -69,9 +69,12 @@ class Pager {
   /// page from now on.
   void stop_fetching() noexcept;
 
-  /// Keeps a page resident and bound until release_pin(): for code that reads raw pointers.
-  void hold(Page& page, device::Stream* consumer);
+  /// Keeps a page resident and bound until release_hold(): for code that uses raw pointers. What it
+  /// writes is found where the host can read the bytes; elsewhere only with `write`.
+  void hold(Page& page, device::Stream* consumer, bool write = false);
   void release_hold(Page& page) noexcept;
+  /// What raw pointers have written to pages that are held counts as written by user code.
+  void find_raw_writes();
 
   /// What comes later than the pager: who knows the future, the debts, the other ranks. Set before
   /// the first touch that needs them; null for none.
@@ -105,9 +108,15 @@ class Pager {
   bool begin_lookup(const Lookup& lookup, device::Stream* consumer);
   void end_lookup(Page& page, device::Stream* consumer) noexcept;
 
-  /// From now on these pages owe one more update: nobody sees them before updated(). Returns when
-  /// nobody reads their homes any more. Not while an operator runs on them.
-  void owe(std::span<Page* const> pages);
+  /// From now on these pages have one more pending update: nobody sees them before updated().
+  /// Returns when nobody reads their homes any more. Not while an operator runs on them. The
+  /// result: those that raw pointers may read all the same, for user code holds them or keeps a
+  /// view. They are to be refreshed before user code goes on.
+  std::vector<Page*> owe(std::span<Page* const> pages);
+  /// Returns when the pages are up to date where they are held.
+  void refresh(std::span<Page* const> pages);
+  /// Pages that live on the device and have no pending update can be read by raw pointers again.
+  void bind_fixed();
   /// `page.home` has seen all updates up to `version`.
   void updated(Page& page, std::uint64_t version);
 
@@ -184,6 +193,8 @@ class Pager {
   void fill_from(const Page& page, const Home& home, Range range, std::byte* to, Lane& lane);
   void fill_from_others(const Page& page, std::byte* to, std::uint64_t version, Lane& lane);
   void drop_copy(Page& page, const Lock& lock);
+  void bind(Page& page, const Lock& lock);
+  void note_raw_write(Page& page, const Lock& lock);
   void leave_lookup(Page& page) noexcept;
   void note_reading(Page& page, device::Mark mark, const Lock& lock);
   static bool home_is_read(const Page& page, const Lock& lock) noexcept;
@@ -203,6 +214,8 @@ class Pager {
   void bury(const Lock& lock);
   void unbind(Page& page, const Lock& lock);
   void unpin_all(std::span<const Access> accesses, const Lock& lock) noexcept;
+  static void forget_pin(const Page& page) noexcept;
+  void keep_held(Page& page, Lock& lock);
   /// A copy is over when it has been issued, and nobody needs to be told of waits.
   bool copies_at_once() const noexcept {
     return tiers_.device()->kind() == device::DeviceKind::Host &&

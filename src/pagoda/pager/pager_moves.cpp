@@ -427,6 +427,7 @@ bool Pager::publish(Page& page) {
   write_back(page);
   Lock lock(mutex_);
   changed_.wait(lock, [&] { return !page.moving() && page.readers == 0; });
+  if (page.holds > 0) keep_held(page, lock);
   if (!page.own_copy) return false;
   alone_with(page, lock, [&] {
     const Bytes size = page.element_size;

@@ -320,7 +320,7 @@ void Pager::await(Page& page, Lock& lock) {
 }
 
 void Pager::use(Page& page, bool write, std::uint8_t mode, device::Stream* consumer,
-                const Lock& /*lock*/) {
+                const Lock& lock) {
   ++stats_.touches;
   page.last_touch = ++sequence_;
   if (page.prefetched) {
@@ -337,10 +337,7 @@ void Pager::use(Page& page, bool write, std::uint8_t mode, device::Stream* consu
     }
     page.device_block().touch(*consumer);
   }
-  if (!page.bound && page.binding != nullptr) {
-    page.binding->bind(page.device_block().data());
-    page.bound = true;
-  }
+  bind(page, lock);
   if (write) {
     page.dirty = true;
     page.blank = false;
@@ -355,12 +352,16 @@ void Pager::unpin(std::span<const Access> accesses, device::Stream* consumer) no
   }
   const Lock lock(mutex_);
   for (const Access& access : accesses) {
-    const auto pin =
-        std::find(pins_of_this_thread.rbegin(), pins_of_this_thread.rend(), access.page);
-    if (pin != pins_of_this_thread.rend()) pins_of_this_thread.erase(std::next(pin).base());
+    forget_pin(*access.page);
     if (consumer != nullptr && access.write) access.page->written = consumer->mark();
   }
   unpin_all(accesses, lock);
+}
+
+/// The last pin of this thread's operators on the page is nobody's.
+void Pager::forget_pin(const Page& page) noexcept {
+  const auto pin = std::find(pins_of_this_thread.rbegin(), pins_of_this_thread.rend(), &page);
+  if (pin != pins_of_this_thread.rend()) pins_of_this_thread.erase(std::next(pin).base());
 }
 
 void Pager::unpin_all(std::span<const Access> accesses, const Lock& lock) noexcept {
@@ -368,29 +369,6 @@ void Pager::unpin_all(std::span<const Access> accesses, const Lock& lock) noexce
     --access.page->pins;
     recount(*access.page, lock);
   }
-  if (starved_ > 0) changed_.notify_all();
-}
-
-void Pager::hold(Page& page, device::Stream* consumer) {
-  const Access access{&page, false};
-  touch({&access, 1}, 0, consumer);
-  try {
-    if (consumer != nullptr) await_copies({&access, 1});  // a pointer may go to any stream
-  } catch (...) {
-    unpin({&access, 1}, consumer);
-    throw;
-  }
-  const Lock lock(mutex_);
-  ++page.holds;
-  pins_of_this_thread.pop_back();  // touch() has just put it there
-}
-
-void Pager::release_hold(Page& page) noexcept {
-  const Lock lock(mutex_);
-  --page.holds;
-  --page.pins;
-  ++changes_;
-  recount(page, lock);
   if (starved_ > 0) changed_.notify_all();
 }
 

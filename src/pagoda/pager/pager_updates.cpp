@@ -23,7 +23,8 @@ bool refused_by_rank(const std::exception_ptr& error) {
 
 }  // namespace
 
-void Pager::owe(std::span<Page* const> pages) {
+std::vector<Page*> Pager::owe(std::span<Page* const> pages) {
+  std::vector<Page*> exposed;
   Lock lock(mutex_);
   for (Page* page : pages) {
     if (!page->owes()) ++owing_;
@@ -36,10 +37,35 @@ void Pager::owe(std::span<Page* const> pages) {
       if (!refused_by_rank(error)) std::rethrow_exception(error);
     }
     await_reads(*page, lock);
-    if (page->fixed || page->residency != Residency::Resident) continue;
+    if (page->residency != Residency::Resident) continue;
     PAGODA_CHECK_EQ(page->pins, page->holds,
                     "an operator still runs on a page that is updated (page {})", page->name);
-    if (page->holds == 0) drop_copy(*page, lock);
+    const bool viewed = page->fixed && page->binding != nullptr && page->binding->has_views();
+    if (page->holds > 0 || viewed) {
+      exposed.push_back(page);
+    } else if (page->fixed) {
+      unbind(*page, lock);  // the next touch, which waits for the update, binds it again
+    } else {
+      drop_copy(*page, lock);
+    }
+  }
+  return exposed;
+}
+
+void Pager::refresh(std::span<Page* const> pages) {
+  for (Page* page : pages) {
+    const Access access{page, false};
+    touch({&access, 1}, 0, nullptr);
+    unpin({&access, 1}, nullptr);
+    Lock lock(mutex_);
+    if (page->holds > 0) keep_held(*page, lock);
+  }
+}
+
+void Pager::bind_fixed() {
+  const Lock lock(mutex_);
+  for (Page* page : by_id_) {
+    if (page != nullptr && page->fixed && !page->owes()) bind(*page, lock);
   }
 }
 

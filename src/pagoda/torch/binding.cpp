@@ -390,14 +390,14 @@ class BoundEngine final : public ::torch::CustomClassHolder {
     return telling([&] { return engine().grad_norm(); });
   }
 
-  c10::intrusive_ptr<BoundPin> pin(const std::vector<at::Tensor>& parameters) {
+  c10::intrusive_ptr<BoundPin> pin(const std::vector<at::Tensor>& parameters, bool write) {
     return telling([&] {
       auto out = c10::make_intrusive<BoundPin>();
       for (const at::Tensor& parameter : parameters) {
         // The pin of an engine that is gone must not reach into it.
         out->held.push_back(
             std::make_shared<std::pair<std::shared_ptr<Engine>, std::shared_ptr<void>>>(
-                engine_, engine().pin(parameter)));
+                engine_, engine().pin(parameter, write)));
       }
       return out;
     });

@@ -112,8 +112,8 @@ void Engine::zero_grad() {
   impl_->zero_grad();
 }
 
-std::shared_ptr<void> Engine::pin(const at::Tensor& parameter) {
-  return impl_->pin(parameter);
+std::shared_ptr<void> Engine::pin(const at::Tensor& parameter, bool write) {
+  return impl_->pin(parameter, write);
 }
 
 std::shared_ptr<torch::ActivationStore> Engine::activations(

@@ -111,8 +111,9 @@ class Engine {
   double grad_norm();
   void zero_grad();
 
-  /// While the returned handle lives, the page is on the device and its pointer may be used.
-  [[nodiscard]] std::shared_ptr<void> pin(const at::Tensor& parameter);
+  /// While the returned handle lives, the page is on the device and its pointer may be used; what a
+  /// step() changes is there when it returns. On a GPU, writes by pointers need `write`.
+  [[nodiscard]] std::shared_ptr<void> pin(const at::Tensor& parameter, bool write = false);
 
   /// What autograd saves may be kept in the engine's tiers; the store must end before the engine.
   /// `staying`: tensors that somebody keeps anyway.

@@ -83,7 +83,7 @@ ThreadPool& Engine::Impl::activation_pool() {
 std::string Engine::Impl::touch_failed(std::exception_ptr error) noexcept {
   try {
     std::rethrow_exception(error);
-  } catch (const pager::NotHeld& mistake) {  // of the operator's caller, who may go on
+  } catch (const UserError& mistake) {  // of the operator's caller, who may go on
     return mistake.what();
   } catch (...) {
     runtime_->fail(std::current_exception());
@@ -358,7 +358,9 @@ void Engine::Impl::attach(const std::vector<NamedTensor>& model,
     for (std::size_t i = 0; i < parameters_.size(); ++i) {
       Parameter& parameter = parameters_[i];
       parameter.page = runtime_->trained(*parameter.storage->page());
-      of_page_[parameter.storage->page()].push_back(i);
+      auto& sharing = of_page_[parameter.storage->page()];
+      sharing.push_back(i);
+      parameter.storage->set_parameters(sharing.size());
       parameter.attached =
           std::make_unique<torch::AttachedParameter>(torch::AttachedParameter{this, i});
       parameter.key = trained[i].first.unsafeGetTensorImpl();
@@ -425,11 +427,11 @@ void Engine::Impl::bump(pager::Page& page) {
   }
 }
 
-std::shared_ptr<void> Engine::Impl::pin(const at::Tensor& tensor) {
+std::shared_ptr<void> Engine::Impl::pin(const at::Tensor& tensor, bool write) {
   torch::PageStorage* storage = find(tensor);
   PAGODA_REQUIRE(storage != nullptr, "the tensor is no parameter of this engine");
   pager::Page* page = storage->page();
-  runtime_->pager().hold(*page, consumer().get());
+  runtime_->pager().hold(*page, consumer().get(), write);
   return {nullptr, [this, page](void*) { runtime_->pager().release_hold(*page); }};
 }
 

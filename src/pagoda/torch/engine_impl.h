@@ -39,7 +39,7 @@ class Engine::Impl final : public torch::ObserverClient {
   void backward(const at::Tensor& loss, std::optional<bool> last);
   StepReport step(bool joining);
   at::Tensor grad(const at::Tensor& tensor);
-  std::shared_ptr<void> pin(const at::Tensor& tensor);
+  std::shared_ptr<void> pin(const at::Tensor& tensor, bool write = false);
 
   /// A parameter's gradient has been accumulated: called by its hook.
   void gradient_ready(std::size_t parameter, const at::Tensor& tensor);
