@@ -42,6 +42,12 @@ bool EarlyUpdates::refuses(const Lock& lock) const noexcept {
   return in_window(lock) && step_ > 1 && mode_ == Mode::Final;
 }
 
+/// Where in the window something came.
+std::string_view EarlyUpdates::when(const Lock& /*lock*/) const noexcept {
+  return pass_ == Pass::LastOpen ? "in, or after a failure of, the last backward() of a step"
+                                 : "between the last backward() of a step and step()";
+}
+
 EarlyUpdates::Habit& EarlyUpdates::habit(const TrainedPage& page, const Lock& /*lock*/) {
   if (habits_.size() <= page.number) habits_.resize(page.number + 1);
   return habits_[page.number];
@@ -59,10 +65,9 @@ void EarlyUpdates::require_no_window(std::string_view what) {
   if (!in_window(lock)) return;
   if (refuses(lock)) {
     throw UserError(fmt::format(
-        "{} came between the beginning of a step's last backward() and step(), while its updates "
-        "are made. Do it before that backward() or after step(); set accumulation to the number of "
-        "backward() calls in a step; or set early_updates to false",
-        what));
+        "{} came {}, while its updates are made. Do it before that backward() or after step(); set "
+        "accumulation to the number of backward() calls in a step; or set early_updates to false",
+        what, when(lock)));
   }
   if (step_ == 1) return leave_to_step(what, lock);
   held_back_ = true;
@@ -80,10 +85,10 @@ void EarlyUpdates::require_gradients(std::string_view what) {
   Lock lock(mutex_);
   if (mode_ == Mode::Reversible || !in_window(lock)) return;
   if (refuses(lock)) {
-    throw UserError(fmt::format(
-        "{} came between the beginning of a step's last backward() and step(), while its updates "
-        "use the gradients up. Call it in the first step as well, or set early_updates to false",
-        what));
+    throw UserError(
+        fmt::format("{} came {}, while its updates use the gradients up. Call it in the first step "
+                    "as well, or set early_updates to false",
+                    what, when(lock)));
   }
   leave_to_step(what, lock);
 }

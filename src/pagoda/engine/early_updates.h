@@ -86,6 +86,7 @@ class EarlyUpdates {
 
   bool in_window(const Lock& lock) const noexcept;
   bool refuses(const Lock& lock) const noexcept;
+  std::string_view when(const Lock& lock) const noexcept;
   void leave_to_step(std::string_view what, Lock& lock);
   void roll_back(std::span<optim::TrainedPage* const> pages);
   Habit& habit(const optim::TrainedPage& page, const Lock& lock);
