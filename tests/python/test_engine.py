@@ -434,6 +434,15 @@ def test_release_gives_plain_tensors_back() -> None:
     assert model[0].weight.grad is not None
 
 
+def test_release_of_parameters_that_never_needed_a_gradient() -> None:
+    paged = engine()
+    model = torch.nn.Linear(4, 4)
+    model.base = torch.nn.Parameter(torch.ones(3), requires_grad=False)
+    paged.attach(model)
+    paged.release(model)
+    assert model.base.tolist() == [1, 1, 1]
+
+
 def test_stats_are_a_dict_and_a_table() -> None:
     paged = engine()
     model = stack()
