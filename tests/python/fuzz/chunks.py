@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import drawing
+import torch._dynamo  # noqa: F401  torch.optim imports it when first used: once, before the forks
 import trial
 from program import Program
 from torch import distributed

@@ -111,7 +111,10 @@ class Drawer:
             (14, WRITING, "write", {"how": r.choice(sorted(habits.WRITES)),
                                     "parameter": self.number(), "late": False}, []),
             (3, ("start", "after"), "reset", {"layer": self.number()}, []),
-            (3, ("start", "after"), "exchange", {"parameter": self.number()}, ["exchange"]),
+            (3, ("start", "after"), "exchange", {"parameter": self.number(), "frozen": False},
+             ["exchange"]),
+            (1, ("start", "after"), "exchange", {"parameter": self.number(), "frozen": True},
+             ["exchange", "frozen_exchange"]),
             (3, ("start", "after"), "rollback", {"again": r.random() < 0.5}, []),
             (3, ("start", "after"), "swap", {"seed": self.seed()}, ["swap"]),
             (6, ("start", "after", "after_backward", "late"), "evaluate",
@@ -194,7 +197,8 @@ class Drawer:
             style = self.random.choice(["engine", "plain", "explicit"])
         how = "plain" if style == "plain" else "engine"
         return Event("backward", {"how": how, "last": last if style == "explicit" else None,
-                                  "late": late}, ["late_changes"] if late else [], ranks)
+                                  "late": late}, ["late_reads", "late_changes"] if late else [],
+                     ranks)
 
     def draw_step(self, habit_events: dict[str, list[Event]]) -> list[Event]:
         r = self.random
@@ -209,11 +213,14 @@ class Drawer:
             for ranks in [None] if alike else [[rank] for rank in range(self.ranks)]:
                 if ranks is not None and r.random() < 0.15:
                     continue  # this rank has nothing to do
-                out += self.forward(ranks, self.ranks == 1)
+                made = self.forward(ranks, self.ranks == 1)
+                if late:
+                    made[0].features += ["late_reads", "late_changes"]
+                out += made
                 if micro == 0:
                     out += [e for e in habit_events["between"] if ranks in (None, [0])]
                 out.append(self.backward(ranks, micro == count - 1, late))
-            if micro < count - 1:
+            if micro < min(count, accumulation) - 1:
                 out += habit_events["after_backward"]
         out += habit_events["late"]
         if r.random() < 0.05:
@@ -249,7 +256,7 @@ def keep_one_late_change(program: Program) -> None:
             if "late_changes" not in event.features and "late_writes" not in event.features:
                 continue
             if found:
-                step.remove(event)
+                event.leave_out(step)
             found = True
 
 

@@ -336,15 +336,16 @@ def reset(session: Session, event: Event, layer: int) -> None:
 
 
 @habit
-def exchange(session: Session, event: Event, parameter: int) -> None:
+def exchange(session: Session, event: Event, parameter: int, frozen: bool) -> None:
     """p.data = another tensor; the next operator sees it."""
     whole = [p for p in session.model.parameters() if p.is_floating_point() and p.is_contiguous()
-             and 0 < p.numel() * p.element_size() == p.untyped_storage().nbytes()]
+             and 0 < p.numel() * p.element_size() == p.untyped_storage().nbytes()
+             and p.requires_grad != frozen]
     if not whole:
         return
     p = whole[parameter % len(whole)]
     p.data = p.data * 0.9375
-    session.see("exchanged", p.detach().clone())
+    session.see("exchanged", p.sum())
 
 
 @habit

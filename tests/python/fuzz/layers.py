@@ -312,4 +312,4 @@ class Bilinear(Layer):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         small = self.into(x)
-        return self.bilinear(small, small.flip(1))
+        return self.bilinear(small.float(), small.flip(1).float())

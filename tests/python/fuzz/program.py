@@ -22,6 +22,7 @@ FEATURES = {
     "freeze": "trained parameters that are frozen for a while",
     "large_operators": "operators over all parameters: foreach, cat, AveragedModel",
     "exchange": "p.data = …",
+    "frozen_exchange": "the same of parameters that were frozen",
     "swap": "weights exchanged for others and back between two steps",
     "unstepped_release": "release() after a backward without step()",
     "reattach": "release() and attach() in the middle",
@@ -32,6 +33,8 @@ FEATURES = {
     "copies": "deepcopy of parameters and models",
     "release_ranks": "release() on several ranks",
     "reentrant": "reentrant checkpoints",
+    "reentrant_shared": "parameters of reentrant checkpoints that are used elsewhere, too",
+    "nan_norms": "norms that are no number",
     "max_norm": "embeddings that write to their weight in forward",
     "saves": "save_pretrained",
 }
@@ -47,6 +50,12 @@ class Event:
     ranks: list[int] | None = None
     number: int = 0
     instead: str = ""  # what is done where its features are left out
+
+    def leave_out(self, step: list[Event]) -> None:
+        if self.instead:
+            self.what, self.options, self.features = self.instead, {}, []
+        else:
+            del step[next(at for at, event in enumerate(step) if event is self)]
 
     def text(self) -> str:
         said = ", ".join(f"{key}={value!r}" for key, value in self.options.items()
@@ -87,6 +96,10 @@ class Program:
             for spec in out.model["layers"]:
                 if spec["checkpoint"] == "reentrant":
                     spec["checkpoint"] = "plain"
+        if "reentrant_shared" in features:
+            out.unshare_reentrant()
+        if "nan_norms" in features:
+            out.room["nan_norms"] = False
         if "max_norm" in features:
             for spec in out.model["layers"]:
                 if spec["options"].get("how") == "max_norm":
@@ -102,13 +115,21 @@ class Program:
                     event.options["how"] = "engine"
         for step in out.steps:
             for event in list(step):
-                if not features & set(event.features):
-                    continue
-                if event.instead:
-                    event.what, event.options, event.features = event.instead, {}, []
-                else:
-                    step.remove(event)
+                if features & set(event.features):
+                    event.leave_out(step)
         return out
+
+    def unshare_reentrant(self) -> None:
+        layers = self.model["layers"]
+        if any(spec["kind"] == "borrower" for spec in layers):
+            for spec in layers:
+                if spec["checkpoint"] == "reentrant":
+                    spec["checkpoint"] = "plain"
+        once = {number for number, spec in enumerate(layers) if spec["checkpoint"] == "reentrant"}
+        for step in self.steps:
+            for event in step:
+                if event.what == "forward":
+                    event.options["repeat"] = [n for n in event.options["repeat"] if n not in once]
 
     def text(self) -> str:
         model = self.model

@@ -7,6 +7,7 @@ It is a generator: what ranks do together is yielded, so that a plain loop can r
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
@@ -178,5 +179,7 @@ class Session:
         step, skipped, norm, scale = report
         self.see("step", float(step))
         self.see("skipped", float(skipped))
+        if norm is not None and math.isnan(norm) and not self.program.room.get("nan_norms", True):
+            norm = None
         self.see("norm", -1.0 if norm is None else norm)
         self.see("loss scale", scale)
