@@ -478,7 +478,6 @@ void Pager::fix(Page& page) {
     changed_.wait(lock, [&] { return page.readers == 0; });
     await_reads(page, lock);
     page.home = tiers_.as_home(std::move(page.block));
-    page.own_copy = {};  // what was written before is home now, and nothing is to be published
     page.fixed = true;
     page.dirty = false;
   }
