@@ -361,6 +361,19 @@ def test_in_place_edits_and_initialisers_are_kept() -> None:
                                                  parity.values(plain).values(), strict=True))
 
 
+def test_writes_before_the_first_step_are_kept() -> None:
+    """Also in what was built by the engine and stays on the device, with masters beside it."""
+    paged = engine(device_budget="1MiB", gradient_staging="256KiB", parameters="auto")
+    with paged.build():
+        model = torch.nn.Linear(4, 4, dtype=torch.bfloat16)
+    paged.attach(model, optimizer="sgd", lr=0.0)
+    with torch.no_grad():
+        model.weight.fill_(0.5)
+    paged.backward(model(torch.ones(1, 4, dtype=torch.bfloat16)).sum())
+    paged.step()
+    assert torch.equal(model.weight, torch.full_like(model.weight, 0.5))
+
+
 def test_saving_by_torch_names_the_way(tmp_path: Path) -> None:
     paged = engine()
     model = stack()
@@ -432,6 +445,15 @@ def test_release_gives_plain_tensors_back() -> None:
                for name, p in model.named_parameters())
     loss_of(model).backward()
     assert model[0].weight.grad is not None
+
+
+def test_release_of_parameters_that_never_needed_a_gradient() -> None:
+    paged = engine()
+    model = torch.nn.Linear(4, 4)
+    model.base = torch.nn.Parameter(torch.ones(3), requires_grad=False)
+    paged.attach(model)
+    paged.release(model)
+    assert model.base.tolist() == [1, 1, 1]
 
 
 def test_stats_are_a_dict_and_a_table() -> None:

@@ -134,6 +134,8 @@ void Runtime::attach(const std::vector<Page*>& pages, std::vector<TrainedSpec> s
       order.push_back(page->get());
     }
     reducer_->set_order(std::move(order));  // takes its buffers before states fill the host
+    // What build() wrote goes home: once attached, it would wait in a copy for the first step().
+    for (Page* page : pages_) pager_->write_back(*page);
     {
       const auto lock = pager_->lock();
       for (Page* page : pages_) page->attached = true;

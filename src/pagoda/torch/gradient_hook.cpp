@@ -48,6 +48,8 @@ void* hook_of(const at::Tensor& parameter) {
 }
 
 void remove_gradient_hook(const at::Tensor& parameter) {
+  // A tensor that has never required a gradient has no place for hooks.
+  if (::torch::autograd::impl::get_autograd_meta(parameter) == nullptr) return;
   auto& slot = ::torch::autograd::impl::post_acc_grad_hooks(parameter);
   if (auto* ours = dynamic_cast<GradientHook*>(slot.get())) {
     auto before = ours->take_before();
