@@ -149,8 +149,7 @@ class HostDevice final : public Device {
                                       const MemoryOptions& options) override {
     // "Device" memory is only reserved: a budget of half the machine costs nothing until pages fill
     // it. Pinned memory stands for what a GPU reads: it is there from the start, as with CUDA.
-    const auto touch =
-        kind == MemoryKind::Device ? HostPages::Touch::Later : HostPages::Touch::Now;
+    const auto touch = kind == MemoryKind::Device ? HostPages::Touch::Later : HostPages::Touch::Now;
     auto pages = std::make_shared<HostPages>(bytes, touch, options.touchers);
     std::byte* data = pages->data();
     return std::make_unique<Memory>(kind, data, bytes, std::move(pages));
