@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, overload
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
     from pagoda.engine import StepReport
 
 KINDS = ("adamw", "adam", "sgd", "lion")
+
+# Without its wrapper, which imports torch._dynamo to keep a compiler away from it: a second and
+# 110 MiB at the first attach() of a process that compiles nothing.
+_add_param_group: Callable[..., None] = inspect.unwrap(torch.optim.Optimizer.add_param_group)
 
 
 def group_defaults(kind: str) -> dict[str, Any]:
@@ -65,6 +70,10 @@ class Optimizer(torch.optim.Optimizer):
         self._zero_grad = zero_grad
         self._sent = [constants_of(group) for group in self.param_groups]
         self.report: StepReport | None = None
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's, for attach()."""
+        _add_param_group(self, param_group)
 
     def send(self) -> None:
         """Tells the engine what has changed in `param_groups`."""

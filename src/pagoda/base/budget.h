@@ -76,7 +76,7 @@ class Reservation {
 /// exceeded nor forgotten. All members may be called from any thread.
 class Budget {
  public:
-  /// `name` as messages should say it, for example "device" or "host".
+  /// `name` as messages should say it: the configuration's key, for example "host_budget".
   Budget(std::string name, Bytes limit);
 
   /// Takes `bytes` for `tag` or throws BudgetExceeded, naming the holders, largest first.

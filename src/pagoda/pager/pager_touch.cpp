@@ -288,18 +288,43 @@ bool Pager::take_blocks_afresh(std::span<const Access> accesses, Lock& lock) {
 }
 
 void Pager::too_large(std::span<const Access> accesses) const {
+  std::vector<const Page*> pages;
+  for (const Access& access : accesses) {
+    if (std::find(pages.begin(), pages.end(), access.page) == pages.end()) {
+      pages.push_back(access.page);
+    }
+  }
+  std::stable_sort(pages.begin(), pages.end(),
+                   [](const Page* a, const Page* b) { return a->bytes() > b->bytes(); });
+  const device::ArenaStats arena = tiers_.arena().stats();
+  constexpr std::size_t kListed = 5;
   std::string list;
   Bytes sum = 0;
-  for (const Access& access : accesses) {
-    sum += access.page->bytes();
-    list += fmt::format("{}{} ({})", list.empty() ? "" : ", ", access.page->name,
-                        format_bytes(access.page->bytes()));
+  Bytes blocks = 0;         // the same in whole blocks
+  Bytes held = arena.used;  // by others: what is pinned or placed on the device
+  for (std::size_t i = 0; i < pages.size(); ++i) {
+    const Page& page = *pages[i];
+    const Bytes taken = Tiers::device_bytes(page.bytes());
+    sum += page.bytes();
+    blocks += taken;
+    if (page.residency != Residency::Absent) held -= std::min(held, taken);
+    if (i >= kListed) continue;
+    list +=
+        fmt::format("{}{} ({})", list.empty() ? "" : ", ", page.name, format_bytes(page.bytes()));
   }
-  const device::ArenaStats arena = tiers_.arena().stats();
+  if (pages.size() > kListed) list += fmt::format(" and {} more", pages.size() - kListed);
+  // Where the sum would fit, what is pinned lies in its way: behind it there is room for all.
+  const Bytes needed = held + blocks > arena.capacity ? held + blocks : arena.capacity + blocks;
   throw OperatorTooLarge(fmt::format(
-      "an operator needs {} of pages at once and the device budget has {} for pages, {} of it held "
-      "by pinned ones: {}; raise device_budget",
-      format_bytes(sum), format_bytes(arena.capacity), format_bytes(arena.used), list));
+      "an operator needs {}{} of pages at once, and device_budget = {} has {} for pages{}: raise "
+      "device_budget to at least {}; it uses {}",
+      format_bytes(sum),
+      blocks == sum
+          ? ""
+          : fmt::format(" ({} in blocks of {} B)", format_bytes(blocks), Tiers::kDeviceBlock),
+      format_bytes(tiers_.options().device_budget), format_bytes(arena.capacity),
+      held == 0 ? "" : fmt::format(", {} of it pinned or placed there", format_bytes(held)),
+      format_bytes_up(Tiers::least_device_budget(tiers_.options(), needed, 0)), list));
 }
 
 /// Waits until the page is neither on its way in nor out; throws what kept it from coming in.

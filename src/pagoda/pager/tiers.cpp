@@ -15,18 +15,29 @@ constexpr Bytes kSlab = 64_MiB;
 
 }  // namespace
 
+Bytes Tiers::least_device_budget(const Options& options, Bytes pages, Bytes gradient) noexcept {
+  const Bytes wanted = device_bytes(pages);
+  const Bytes share = options.gradient_share;
+  if (share <= 1) return wanted + std::max(options.gradient_staging, gradient);
+  // Smallest b with b - b / share >= wanted.
+  Bytes budget = wanted + wanted / (share - 1);
+  while (budget - budget / share < wanted) ++budget;
+  while (budget - 1 - (budget - 1) / share >= wanted) --budget;
+  return std::max(budget, share * gradient);
+}
+
 Tiers::Tiers(Options options)
     : options_(std::move(options)),
-      device_budget_("device", options_.device_budget),
-      host_budget_("host", options_.host_budget),
-      nvme_budget_("nvme", options_.swap.directories.empty() ? 0 : options_.swap.capacity),
+      device_budget_("device_budget", options_.device_budget),
+      host_budget_("host_budget", options_.host_budget),
+      nvme_budget_("nvme_budget", options_.swap.directories.empty() ? 0 : options_.swap.capacity),
       swap_files_("swap files", options_.swap.directories.empty() ? 0 : options_.swap.capacity),
       gradient_staging_(device_budget_.reserve(options_.gradient_staging, tag::kGradientStaging)),
       copies_(options_.device->make_stream({.name = "homes"})),
       host_memory_(options_.device, host_budget_, kSlab) {
   arena_ = std::make_unique<device::Arena>(
       options_.device, device_budget_.reserve(device_budget_.available(), tag::kPages),
-      device::ArenaOptions{.name = "pages"});
+      device::ArenaOptions{.name = "pages", .alignment = kDeviceBlock});
   if (!options_.swap.directories.empty()) {
     swap_ = std::make_unique<io::SwapSpace>(options_.swap, swap_files_);
     bounce_ = host_budget_.reserve(swap_->stats().bounce_bytes, tag::kStaging);

@@ -39,6 +39,8 @@ class Tiers {
     Bytes device_budget = 0;
     /// Part of device_budget that gradients on their way off the device may take.
     Bytes gradient_staging = 0;
+    /// Where that is one part in so many of any budget; 0: it was set by itself.
+    Bytes gradient_share = 0;
     Bytes host_budget = 0;
     /// Swap space; none without directories. Its capacity is the NVMe budget.
     io::SwapOptions swap;
@@ -50,6 +52,15 @@ class Tiers {
   static constexpr Bytes nvme_bytes(Bytes bytes) noexcept {
     return io::ExtentAllocator::rounded(bytes);
   }
+
+  /// Blocks of device memory are multiples of this.
+  static constexpr Bytes kDeviceBlock = 512;
+  /// What so many bytes take of the part of device_budget that is for pages.
+  static constexpr Bytes device_bytes(Bytes bytes) noexcept {
+    return bytes == 0 ? kDeviceBlock : align_up(bytes, kDeviceBlock);
+  }
+  /// The smallest device_budget that has `pages` bytes for pages and `gradient` for one gradient.
+  static Bytes least_device_budget(const Options& options, Bytes pages, Bytes gradient) noexcept;
 
   explicit Tiers(Options options);
   Tiers(const Tiers&) = delete;
@@ -85,6 +96,7 @@ class Tiers {
   /// Null without swap directories.
   io::SwapSpace* swap() noexcept { return swap_.get(); }
   Bytes gradient_staging() const noexcept { return options_.gradient_staging; }
+  const Options& options() const noexcept { return options_; }
 
   Budget& budget(Tier tier) noexcept;
   const Budget& budget(Tier tier) const noexcept;
