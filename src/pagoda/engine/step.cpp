@@ -94,7 +94,8 @@ StepResult Runtime::step_together(bool leaving, bool& all_leaving,
     std::vector<TrainedPage*> given_up;
     if (clipped) given_up = give_up_early(pages);
     starting.insert(starting.end(), given_up.begin(), given_up.end());
-    if (!pages.empty()) result.step = ++steps_;
+    if (!pages.empty()) ++steps_;
+    result.step = steps_;
     std::vector<Page*> owing;
     owing.reserve(starting.size());
     for (TrainedPage* page : starting) {
