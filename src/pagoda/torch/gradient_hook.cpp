@@ -18,26 +18,36 @@ using ::torch::autograd::PostAccumulateGradHook;
 
 class GradientHook final : public PostAccumulateGradHook {
  public:
-  GradientHook(std::function<void(const at::Tensor&)> taken,
+  GradientHook(std::shared_ptr<GradientCalls> calls, unsigned before_it,
                std::unique_ptr<PostAccumulateGradHook> before)
-      : taken_(std::move(taken)), before_(std::move(before)) {}
+      : calls_(std::move(calls)), before_it_(before_it), before_(std::move(before)) {}
+  GradientHook(const GradientHook&) = delete;
+  GradientHook& operator=(const GradientHook&) = delete;
 
   void operator()(const at::Tensor& tensor) override {
     if (before_ != nullptr) (*before_)(tensor);
-    taken_(tensor);
+    calls_->accumulated(tensor);
   }
+  /// The hook that calls `comes`, as torch numbers it.
+  unsigned before_it() const noexcept { return before_it_; }
   std::unique_ptr<PostAccumulateGradHook> take_before() { return std::move(before_); }
 
  private:
-  const std::function<void(const at::Tensor&)> taken_;
+  const std::shared_ptr<GradientCalls> calls_;  // the other hook has them weakly
+  const unsigned before_it_;
   std::unique_ptr<PostAccumulateGradHook> before_;  // torch has one slot: the user's is chained
 };
 
 }  // namespace
 
-void* set_gradient_hook(const at::Tensor& parameter, std::function<void(const at::Tensor&)> taken) {
+void* set_gradient_hook(const at::Tensor& parameter, GradientCalls calls) {
   auto& slot = ::torch::autograd::impl::post_acc_grad_hooks(parameter);
-  auto hook = std::make_unique<GradientHook>(std::move(taken), std::move(slot));
+  auto shared = std::make_shared<GradientCalls>(std::move(calls));
+  const unsigned before_it = parameter.register_hook(
+      [weak = std::weak_ptr(shared)](const at::Tensor& /*gradient*/) -> void {
+        if (const auto alive = weak.lock()) alive->comes();
+      });
+  auto hook = std::make_unique<GradientHook>(std::move(shared), before_it, std::move(slot));
   void* ours = hook.get();
   ::torch::autograd::impl::set_post_acc_grad_hooks(parameter, std::move(hook));
   return ours;
@@ -50,6 +60,7 @@ void* hook_of(const at::Tensor& parameter) {
 void remove_gradient_hook(const at::Tensor& parameter) {
   auto& slot = ::torch::autograd::impl::post_acc_grad_hooks(parameter);
   if (auto* ours = dynamic_cast<GradientHook*>(slot.get())) {
+    parameter.remove_hook(ours->before_it());
     auto before = ours->take_before();
     slot = std::move(before);
   }
