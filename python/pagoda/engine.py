@@ -7,7 +7,7 @@ import json
 import types
 import weakref
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
@@ -267,9 +267,10 @@ class Engine:
                     [number_of.get(id(parameter), -1) for parameter in named.values()],
                     [group["optimizer"] for group in facade.param_groups],
                     [constants_of(group) for group in facade.param_groups])
-            except RuntimeError:
-                self._handle.set_clip(self._clip)
-                raise
+            except RuntimeError as error:
+                with suppress(RuntimeError):  # the engine has failed
+                    self._handle.set_clip(self._clip)
+                raise error
         self._model = model
         self._optimizer = facade
         self._attachment = Attachment(self, (p for group in resolved for p in group["params"]),

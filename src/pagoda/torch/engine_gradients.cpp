@@ -40,7 +40,8 @@ void Engine::Impl::backward(const at::Tensor& loss, std::optional<bool> last) {
   runtime_->begin_backward(last.value_or(backwards_ == runtime_->config().accumulation));
   const double scale = runtime_->loss_scale();
   try {
-    torch::run_backward(scale == 1 ? loss : loss * scale, pass_);
+    // Not a parameter itself, whose own hooks the pass must not change.
+    torch::run_backward(scale == 1 && !loss.is_leaf() ? loss : loss * scale, pass_);
   } catch (...) {
     pass_.store(torch::kNoPass);
     runtime_->check();  // the engine's own error says more than the operator's

@@ -378,6 +378,7 @@ void Engine::Impl::attach(const std::vector<NamedTensor>& model,
     }
     parameters_.clear();
     of_page_.clear();
+    if (!runtime_->failed()) runtime_->detach();
     throw;
   }
   unfinished.parameters = nullptr;
@@ -392,6 +393,7 @@ void Engine::Impl::check_hooks() {
         "the gradient hook of '{}' was replaced after attach(): its gradient is lost; set "
         "hooks of your own before attach(), which keeps them",
         parameter.name);
+    torch::keep_gradient_hook(at::Tensor(alive));
     PAGODA_REQUIRE(alive->unsafe_storage().unsafeGetStorageImpl() == parameter.storage->key(),
                    "the storage of '{}' was exchanged after attach() (.data =, set_, to()): write "
                    "into the parameter with copy_() instead, or release() the model before",

@@ -18,6 +18,8 @@ struct GradientCalls {
 
 /// Returns what hook_of() gives as long as ours is in place. Whoever replaces it ends both calls.
 void* set_gradient_hook(const at::Tensor& parameter, GradientCalls calls);
+/// Makes sure that `comes` is called: the first p.register_hook() in Python takes it away.
+void keep_gradient_hook(const at::Tensor& parameter);
 /// The hook that is in place now; null for none.
 void* hook_of(const at::Tensor& parameter);
 /// Takes ours away again and puts back what it was chained to.
