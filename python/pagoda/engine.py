@@ -322,7 +322,7 @@ class Engine:
         model = self._model if model is None else _module(model)
         if model is None:
             raise UserError("no model is attached")
-        tensors = list(model.parameters())
+        tensors: list[torch.Tensor] = list(model.parameters())
         if model is self._model and self._attachment is not None:
             tensors += self._attachment.kept  # also what the model has replaced since
         with translated():

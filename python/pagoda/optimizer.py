@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 import torch
@@ -69,8 +71,12 @@ def constants_of(group: dict[str, Any]) -> dict[str, float]:
     return out
 
 
-class _EngineState(dict[Any, Any]):
+class _EngineState(defaultdict[torch.Tensor, Any]):
     """`Optimizer.state`, which is the engine's: nothing is in it, and nothing can be put there."""
+
+    def __bool__(self) -> bool:
+        """There is one: torch.distributed.checkpoint makes a step to have one where there is none."""
+        return True
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise UserError(f"optimizer.state cannot be read or changed: {_NO_CHECKPOINTS}")
@@ -187,6 +193,20 @@ class Optimizer(torch.optim.Optimizer):
         """Drops the gradients accumulated since the last step."""
         self._require_attached()
         self._zero_grad()
+
+    @contextmanager
+    def scaled(self, loss: torch.Tensor) -> Iterator[torch.Tensor]:
+        """For frameworks that begin the backward pass themselves: the loss to begin it with, multiplied
+        by the engine's loss scale."""
+        self._require_attached()
+        with translated():
+            scale = self._handle.loss_scale()
+            self._handle.set_loss_is_scaled(True)
+        try:
+            yield loss if scale == 1 else loss * scale
+        finally:
+            with translated():
+                self._handle.set_loss_is_scaled(False)
 
     def _require_no_state(self, call: str) -> None:
         self._require_attached()
