@@ -574,7 +574,8 @@ def initialize(args: Any = None, model: torch.nn.Module | Callable[[], torch.nn.
             facade, settings.get("scheduler.type"), settings.section("scheduler.params"))
         wrapped = DeepSpeedEngine(engine, model, micro, accumulation, schedule)
         loader = _loader(training_data, micro, engine, collate_fn,
-                         bool(settings.get("dataloader_drop_last")))
+                         bool(settings.get("dataloader_drop_last",
+                                           getattr(args, "dataloader_drop_last", False))))
     except BaseException:
         with suppress(RuntimeError):  # nobody has the engine: the model shall not go with it
             engine.release(model)

@@ -270,6 +270,16 @@ def test_auto_precision(name: str, dtype: torch.dtype, by: str, tmp_path: Path) 
         pagoda.initialize(model=stack, config=half, **SMALL)  # it does not exist yet
 
 
+def test_auto_buckets_follow_the_model(tmp_path: Path) -> None:
+    model = stack()
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"reduce_bucket_size": "auto"}}
+    ours = pagoda.initialize(model=stack(), config=config, **SMALL)[0].engine.config["bucket"]
+    model.config = type("Config", (), {"hidden_sizes": [100, 1000]})()  # type: ignore[assignment]
+    engine, *_ = pagoda.initialize(model=model, config=config, **SMALL)
+    assert ours == pagoda.Engine(**SMALL).config["bucket"]
+    assert engine.engine.config["bucket"] == pagoda.Engine(bucket=2_000_000, **SMALL).config["bucket"]
+
+
 def test_auto_that_nobody_knows_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(pagoda.UserError) as caught:
         pagoda.initialize(model=stack(), config=AUTO, **SMALL)
