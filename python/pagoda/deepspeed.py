@@ -2,22 +2,25 @@
 """Scripts written for DeepSpeed: `pagoda.initialize` takes their configuration and returns the
 familiar four.
 
-Every key of the sections below is honoured, or named in a warning that says what happens instead;
-a key that is not known is an error. `_HONOURED` and `_INSTEAD` are the whole truth about it.
+Every key of the sections below is honoured, or named in one warning that says what happens instead;
+a key that is not known is an error, and so is an "auto" that nothing resolves (auto_values.py). `_HONOURED` and `_INSTEAD` are the whole truth about it.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import distributed
 
+from pagoda.auto_values import are_training_arguments, of_arguments, of_model
 from pagoda.engine import Engine
 from pagoda.errors import UserError
 from pagoda.schedules import make_schedule
@@ -148,6 +151,14 @@ _INSTEAD = {
     "checkpoint": "there are no DeepSpeed checkpoints; engine.save_pretrained() writes the weights",
 }
 
+# Keys whose values are passed on as a whole.
+_SECTIONS = ("optimizer.params", "scheduler.params")
+
+# Where nothing is known, "auto" is what Pagoda does by itself, and changes no result; a batch size
+# follows from the two others.
+_AUTO_IS_OURS = {"train_batch_size", "communication_data_type", "zero_optimization.reduce_bucket_size",
+                 "zero_optimization.stage3_gather_16bit_weights_on_model_save"}
+
 # Off, or as it would be anyway: no warning.
 _NOTHING = (None, False, "auto", "none", 0, 0.0)
 
@@ -173,43 +184,135 @@ def _nearest(path: str) -> str:
     return f"; did you mean '{close[0]}'?" if close else ""
 
 
-class Settings:
-    """A DeepSpeed configuration, read: what is left of it is what was said."""
+def _read(config: Any) -> dict[str, Any]:
+    """The configuration as a tree of dicts that may be changed."""
+    config = getattr(config, "config", config)  # of transformers' own class for it
+    if isinstance(config, (str, Path)):
+        try:
+            config = json.loads(Path(config).read_text())
+        except (OSError, ValueError) as error:
+            raise UserError(f"the configuration '{config}' cannot be read: {error}") from None
+    if not isinstance(config, dict):
+        raise UserError(f"a DeepSpeed configuration is a dict or the path of a JSON file, and not "
+                        f"a {type(config).__name__}")
+    tree = dict(config)
+    if isinstance(tree.get("bfloat16"), dict):  # its name of once
+        tree["bf16"] = {**tree.pop("bfloat16"), **tree.get("bf16", {})}
+    if isinstance(tree.get("zero_optimization"), bool):  # likewise: stage 1, or none
+        tree["zero_optimization"] = {"stage": int(tree["zero_optimization"])}
+    return tree
 
-    def __init__(self, config: dict[str, Any] | str | Path) -> None:
-        tree = dict(config if isinstance(config, dict) else json.loads(Path(config).read_text()))
-        if "bfloat16" in tree:  # its name of once
-            tree["bf16"] = {**tree.pop("bfloat16"), **tree.get("bf16", {})}
-        if isinstance(tree.get("zero_optimization"), bool):  # likewise: stage 1, or none
-            tree["zero_optimization"] = {"stage": int(tree["zero_optimization"])}
+
+class Settings:
+    """A DeepSpeed configuration, read: what is left of it is what was said.
+
+    `ignored` has the keys that have no effect, and what happens instead.
+    """
+
+    def __init__(self, config: Any) -> None:
+        self.ignored: dict[str, str] = {}
         self._values: dict[str, Any] = {}
-        for path, value in _flat(tree):
+        self._auto: list[str] = []
+        for path, value in _flat(_read(config)):
             if path not in _HONOURED and path not in _INSTEAD:
                 raise UserError(f"there is no key '{path}'{_nearest(path)}")
-            if path in _INSTEAD and not (isinstance(value, (bool, int, float, str, type(None)))
-                                         and value in _NOTHING):
-                warnings.warn(f"'{path}' has no effect: {_INSTEAD[path]}", stacklevel=4)
-            if value != "auto":
+            if path in _INSTEAD:
+                if not (isinstance(value, (bool, int, float, str, type(None)))
+                        and value in _NOTHING):
+                    self.ignored[path] = _INSTEAD[path]
+            elif path in _SECTIONS:
+                self._set_section(path, value)
+            elif value == "auto":
+                self._auto.append(path)
+            else:
                 self._values[path] = value
+
+    def _set_section(self, path: str, values: Any) -> None:
+        if values is None:
+            return
+        if values == "auto":
+            self._auto.append(path)
+            return
+        if not isinstance(values, dict):
+            raise UserError(f"{path} = {values!r} is not allowed: it takes keys and values")
+        self._auto += [f"{path}.{key}" for key, value in values.items() if value == "auto"]
+        self._values[path] = {key: value for key, value in values.items() if value != "auto"}
+
+    def _said(self, path: str) -> Any:
+        section, _, key = path.rpartition(".")
+        said = self._values.get(section, {}).get(key) if section in _SECTIONS else self.get(path)
+        return list(said) if isinstance(said, tuple) else said
+
+    def _set(self, path: str, value: Any) -> None:
+        section, _, key = path.rpartition(".")
+        if section in _SECTIONS:
+            self._values[section][key] = value
+        else:
+            self._values[path] = value
+
+    def resolve(self, arguments: dict[str, Any], model: dict[str, Any]) -> None:
+        """Puts what TrainingArguments (if there are any) and the model say where the configuration
+        says "auto". UserError for what nobody knows, and where they contradict each other."""
+        differing = [f"{path} ({said}, and the arguments say {value})"
+                     for path, value in arguments.items()
+                     if (said := self._said(path)) is not None and said != value]
+        if differing:
+            raise UserError(f"the configuration and the TrainingArguments differ: "
+                            f"{', '.join(differing)}; \"auto\" takes what the arguments say")
+        if arguments and not self.get("optimizer.type"):
+            self._values["optimizer.params"] = {
+                key.rpartition(".")[2]: value for key, value in arguments.items()
+                if key.startswith("optimizer.params.")}
+        known = {**model, **arguments, "scheduler.params.warmup_min_lr": 0}
+        for path in ("fp16.enabled", "bf16.enabled"):
+            if path in arguments and path in model:
+                known[path] = arguments[path] or model[path]
+        if (rate := self._said("optimizer.params.lr")) is not None:
+            known.setdefault("scheduler.params.warmup_max_lr", rate)
+        missing = []
+        for path in self._auto:
+            if path in known:
+                self._set(path, known[path])
+            elif path not in _AUTO_IS_OURS:
+                missing.append(path)
+        if not self.get("fp16.enabled"):
+            missing = [path for path in missing if not path.startswith("fp16.")
+                       or path == "fp16.enabled"]
+        if missing:
+            raise UserError(f"\"auto\" cannot be resolved for {', '.join(missing)}: fill them in, or "
+                            "pass Trainer's arguments as initialize(args=…)")
 
     def get(self, path: str, default: Any = None) -> Any:
         """The value, if it was said and is not "auto"."""
-        return self._values.get(path, default)
+        value = self._values.get(path)
+        return default if value is None else value
+
+    def number(self, path: str, default: float) -> float:
+        """A value that is a number."""
+        value = self.get(path, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise UserError(f"{path} = {value!r} is not allowed: it takes a number")
+        return value
 
     def section(self, path: str) -> dict[str, Any]:
         """A section that is passed on as a whole."""
-        values = self._values.get(path) or {}
-        return {key: value for key, value in values.items() if value != "auto"}
+        return dict(self._values.get(path) or {})
+
+    def _count(self, path: str) -> int | None:
+        value = self.get(path)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise UserError(f"{path} = {value!r} is not allowed: it takes a whole number from 1")
+        return value
 
     def batches(self, ranks: int) -> tuple[int, int]:
         """Micro-batch size and micro-batches in a step, of which two of three may be said."""
-        whole = self.get("train_batch_size")
-        micro = self.get("train_micro_batch_size_per_gpu")
-        steps = self.get("gradient_accumulation_steps")
+        whole = self._count("train_batch_size")
+        micro = self._count("train_micro_batch_size_per_gpu")
+        steps = self._count("gradient_accumulation_steps")
         if micro is None:
             micro = (whole or ranks) // (ranks * (steps or 1))
         if steps is None:
-            steps = 1 if whole is None else whole // (ranks * micro)
+            steps = 1 if whole is None else whole // (ranks * max(1, micro))
         if (whole is not None and whole != micro * steps * ranks) or micro < 1 or steps < 1:
             raise UserError(f"train_batch_size ({whole}) is not train_micro_batch_size_per_gpu "
                             f"({micro}) × gradient_accumulation_steps ({steps}) × ranks ({ranks})")
@@ -233,24 +336,26 @@ class Settings:
             out[state] = {"none": "auto", "cpu": "host", "nvme": "nvme"}[place]
         if directories:
             out["nvme"] = sorted({str(path) for path in directories})
+        if self.get("fp16.enabled") and self.get("bf16.enabled"):
+            raise UserError("fp16.enabled and bf16.enabled are both true: a model is one of them")
         if self.get("fp16.enabled"):
-            fixed = self.get("fp16.loss_scale", 0)
+            fixed = self.number("fp16.loss_scale", 0)
             out["loss_scale"] = "dynamic" if fixed == 0 else str(fixed)
-            out["loss_scale_initial"] = 2.0 ** self.get("fp16.initial_scale_power", 16)
-            out["loss_scale_window"] = self.get("fp16.loss_scale_window", 1000)
-            out["loss_scale_minimum"] = self.get("fp16.min_loss_scale", 1)
+            out["loss_scale_initial"] = 2.0 ** self.number("fp16.initial_scale_power", 16)
+            out["loss_scale_window"] = self.number("fp16.loss_scale_window", 1000)
+            out["loss_scale_minimum"] = self.number("fp16.min_loss_scale", 1)
         if self.get("gradient_clipping"):
-            out["clip"] = self.get("gradient_clipping")
+            out["clip"] = self.number("gradient_clipping", 0)
         if self.get("data_types.grad_accum_dtype") == "fp32":
             out["gradient_dtype"] = "fp32"
-        if (bucket := self.get("zero_optimization.reduce_bucket_size")) is not None:
+        if bucket := self.number("zero_optimization.reduce_bucket_size", 0):
             # Elements there, bytes here; a bucket beyond a few megabytes only costs memory.
             out["bucket"] = max(4096, min(int(bucket) * 2, 64 << 20))
         if self.get("seed") is not None:
             out["seed"] = self.get("seed")
         if self.get("communication_data_type") not in (None, "fp32"):
-            warnings.warn("'communication_data_type' has no effect: gradients are sent in the type "
-                          "of their parameter and added up in fp32", stacklevel=3)
+            self.ignored["communication_data_type"] = (
+                "gradients are sent in the type of their parameter and added up in fp32")
         return out
 
     def optimizer_keywords(self) -> dict[str, Any]:
@@ -269,8 +374,7 @@ class Settings:
             if params.pop(key, None) not in (None, False, True):
                 raise UserError(f"optimizer.params.{key} is true or false")
         if not params.pop("bias_correction", True):
-            warnings.warn("'optimizer.params.bias_correction' has no effect: moments are corrected",
-                          stacklevel=3)
+            self.ignored["optimizer.params.bias_correction"] = "moments are corrected"
         if params.pop("amsgrad", False):
             raise UserError("optimizer.params.amsgrad: there is no AMSGrad")
         known = {"lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov"}
@@ -344,6 +448,10 @@ class DeepSpeedEngine:
         self.engine.backward(loss / self._accumulation if self._accumulation > 1 else loss)
         return loss
 
+    def zero_grad(self) -> None:
+        """Drops the gradients accumulated since the last step."""
+        self.engine.zero_grad()
+
     def step(self) -> None:
         """After every micro-batch: updates after the last of them."""
         boundary = self.is_gradient_accumulation_boundary()
@@ -369,10 +477,29 @@ class DeepSpeedEngine:
     load_checkpoint = save_checkpoint
 
 
+def _config_of(args: Any) -> Any:
+    """What --deepspeed_config says, or the `deepspeed` of TrainingArguments."""
+    config = getattr(args, "deepspeed_config", None)
+    return getattr(args, "deepspeed", None) if config is None and are_training_arguments(
+        args) else config
+
+
 def _ranks(group: distributed.ProcessGroup | None) -> int:
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_world_size(group)
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _groups(parameters: Any) -> list[dict[str, Any]] | None:
+    """Tensors or groups of them; None: all of the model's."""
+    if parameters is None:
+        return None
+    if isinstance(parameters, (dict, torch.Tensor)) or not isinstance(parameters, Iterable):
+        parameters = [parameters]
+    listed = list(parameters)
+    if any(isinstance(item, dict) for item in listed):
+        return listed
+    return [{"params": [item for item in listed if getattr(item, "requires_grad", True)]}]
 
 
 def _loader(data: Any, micro: int, engine: Engine, collate: Any, drop_last: bool) -> Any:
@@ -393,8 +520,10 @@ def initialize(args: Any = None, model: torch.nn.Module | Callable[[], torch.nn.
                ) -> tuple[DeepSpeedEngine, Any, Any, Any]:
     """DeepSpeed's initialize(): the engine, its optimizer, the loader and the scheduler.
 
-    `model` may also be a function that makes it: then its pages are born paged. Further keywords
-    are `Engine`'s, and come before what the configuration says: `device_budget="6GiB"`.
+    `model` may also be a function that makes it: then its pages are born paged. `args` may be
+    transformers' TrainingArguments: what the configuration calls "auto" is taken from them, or from
+    the model, and what neither knows is an error. Further keywords are `Engine`'s, and come before
+    what the configuration says: `device_budget="6GiB"`.
 
     >>> import torch, pagoda
     >>> engine, optimizer, _, scheduler = pagoda.initialize(
@@ -407,38 +536,49 @@ def initialize(args: Any = None, model: torch.nn.Module | Callable[[], torch.nn.
     >>> engine.global_steps
     1
     """
-    config = config if config is not None else getattr(args, "deepspeed_config", None)
+    config = config if config is not None else _config_of(args)
     if model is None or config is None:
         raise UserError("initialize() needs a model and a config")
-    if optimizer is not None and not callable(optimizer):
+    if not callable(model):  # as modules are, too
+        raise UserError(f"model is a torch.nn.Module or a function that makes one, and not a "
+                        f"{type(model).__name__}")
+    if optimizer is not None:
         raise UserError("an optimizer of your own cannot be paged: name it in the config's "
                         "optimizer section")
+    if lr_scheduler is not None and not callable(lr_scheduler):
+        raise UserError(f"a {type(lr_scheduler).__name__} that exists already drives another "
+                        "optimizer: pass a function that makes it, lr_scheduler=lambda optimizer: …")
     settings = Settings(config)
-    micro, accumulation = settings.batches(_ranks(engine_keywords.get("group")))
-    engine = Engine(**{**settings.engine_keywords(), "accumulation": accumulation,
-                       **engine_keywords})
+    ranks = _ranks(engine_keywords.get("group"))
+    settings.resolve(of_arguments(args, training_data, ranks) if are_training_arguments(args) else {},
+                     of_model(model))
+    micro, accumulation = settings.batches(ranks)
+    keywords = settings.engine_keywords()
+    chosen = settings.optimizer_keywords()
+    if settings.ignored:
+        warnings.warn("keys of the DeepSpeed configuration that have no effect:\n" + "\n".join(
+            f"  {path}: {instead}" for path, instead in settings.ignored.items()), stacklevel=2)
+    engine = Engine(**{**keywords, "accumulation": accumulation, **engine_keywords})
     if not isinstance(model, torch.nn.Module):
         with engine.build():
             model = model()
+    if not isinstance(model, torch.nn.Module):
+        raise UserError(f"the function that makes the model returned a {type(model).__name__}")
     if settings.get("fp16.enabled"):
         model.half()
     if settings.get("bf16.enabled"):
         model.bfloat16()
-    chosen = settings.optimizer_keywords()
-    groups = None
-    if model_parameters is not None:
-        listed = list(model_parameters)
-        groups = listed if listed and isinstance(listed[0], dict) else [{"params": [
-            p for p in listed if p.requires_grad]}]
-    facade = engine.attach(model, groups=groups, **chosen)
-    if callable(lr_scheduler):
-        schedule = lr_scheduler(facade)
-    elif lr_scheduler is not None:
-        schedule = lr_scheduler
-    else:
-        schedule = make_schedule(facade, settings.get("scheduler.type"),
-                                 settings.section("scheduler.params"))
-    wrapped = DeepSpeedEngine(engine, model, micro, accumulation, schedule)
-    loader = _loader(training_data, micro, engine, collate_fn,
-                     bool(settings.get("dataloader_drop_last")))
+    try:
+        facade = engine.attach(model, groups=_groups(model_parameters), **chosen)
+        schedule = lr_scheduler(facade) if lr_scheduler is not None else make_schedule(
+            facade, settings.get("scheduler.type"), settings.section("scheduler.params"))
+        wrapped = DeepSpeedEngine(engine, model, micro, accumulation, schedule)
+        loader = _loader(training_data, micro, engine, collate_fn,
+                         bool(settings.get("dataloader_drop_last",
+                                           getattr(args, "dataloader_drop_last", False))))
+    except BaseException:
+        with suppress(RuntimeError):  # nobody has the engine: the model shall not go with it
+            engine.release(model)
+        engine.close()
+        raise
     return wrapped, facade, loader, schedule

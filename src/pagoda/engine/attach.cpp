@@ -111,6 +111,7 @@ void Runtime::attach(const std::vector<Page*>& pages, std::vector<TrainedSpec> s
                      std::vector<Optimizer> groups) {
   check();
   PAGODA_REQUIRE(trained_.empty(), "a model is attached already: release() it first");
+  for (const Optimizer& rule : groups) optim::require_valid(rule);
   PAGODA_TRACE("engine", "attach");
   try {
     groups_ = std::move(groups);

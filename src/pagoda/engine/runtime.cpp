@@ -336,8 +336,11 @@ void Runtime::end_backward() {
 void Runtime::set_learning_rate(std::size_t group, double lr) {
   PAGODA_REQUIRE_LT(group, groups_.size(), "there is no such parameter group");
   if (optim::learning_rate(groups_[group]) == lr) return;
+  Optimizer changed = groups_[group];
+  optim::set_learning_rate(changed, lr);
+  optim::require_valid(changed);
   early_->require_no_window("set_lr()");
-  optim::set_learning_rate(groups_[group], lr);
+  groups_[group] = changed;
 }
 
 void Runtime::set_optimizer(std::size_t group, const Optimizer& optimizer) {
@@ -346,6 +349,7 @@ void Runtime::set_optimizer(std::size_t group, const Optimizer& optimizer) {
       optim::name(optimizer) == optim::name(groups_[group]) &&
           optim::has_momentum(optimizer) == optim::has_momentum(groups_[group]),
       "another optimizer needs another state: release() the model and attach() it again");
+  optim::require_valid(optimizer);
   early_->require_no_window("a change of the optimizer's constants");
   groups_[group] = optimizer;
 }

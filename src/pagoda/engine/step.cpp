@@ -107,7 +107,8 @@ StepResult Runtime::step_together(bool leaving, bool& all_leaving,
     } else {
       starting.erase(early, starting.end());
     }
-    if (!pages.empty()) result.step = ++steps_;
+    if (!pages.empty()) ++steps_;
+    result.step = steps_;
     std::vector<Page*> pending;
     pending.reserve(pages.size());
     for (const TrainedPage* page : pages) pending.push_back(page->page);

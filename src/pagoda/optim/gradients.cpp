@@ -159,6 +159,10 @@ void Gradients::clear(TrainedPage& page) noexcept {
 }
 
 void Gradients::read(const TrainedPage& page, std::uint64_t begin, std::span<float> to) {
+  if (!page.filled()) {  // nothing has been written, which a home on NVMe would call an error
+    std::fill(to.begin(), to.end(), 0.0F);
+    return;
+  }
   const Bytes size = kernels::element_size(page.gradient_dtype);
   const std::uint64_t most = options_.staging / size;
   for (std::uint64_t done = 0; done < to.size();) {

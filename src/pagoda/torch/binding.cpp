@@ -317,7 +317,10 @@ class BoundEngine final : public ::torch::CustomClassHolder {
 
   void close() { engine_.reset(); }
 
-  void begin_build() { builds_.emplace_back(std::make_unique<BuildSurroundings>()); }
+  void begin_build() {
+    telling([&] { engine(); });
+    builds_.emplace_back(std::make_unique<BuildSurroundings>());
+  }
   void end_build() { builds_.pop_back(); }
 
   void adopt(const at::Tensor& tensor, const std::string& name) {
@@ -372,6 +375,12 @@ class BoundEngine final : public ::torch::CustomClassHolder {
   }
   void zero_grad() {
     telling([&] { engine().zero_grad(); });
+  }
+  bool has_gradients() {
+    return telling([&] { return engine().has_gradients(); });
+  }
+  void set_loss_is_scaled(bool scaled) {
+    telling([&] { engine().set_loss_is_scaled(scaled); });
   }
   void set_clip(double clip) {
     telling([&] { engine().set_clip(clip); });
@@ -482,6 +491,8 @@ TORCH_LIBRARY_FRAGMENT(pagoda, library) {
       .def("finish", &BoundEngine::finish)
       .def("barrier", &BoundEngine::barrier)
       .def("zero_grad", &BoundEngine::zero_grad)
+      .def("has_gradients", &BoundEngine::has_gradients)
+      .def("set_loss_is_scaled", &BoundEngine::set_loss_is_scaled)
       .def("set_clip", &BoundEngine::set_clip)
       .def("set_optimizer", &BoundEngine::set_optimizer)
       .def("loss_scale", &BoundEngine::loss_scale)

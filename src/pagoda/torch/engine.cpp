@@ -81,6 +81,7 @@ void Engine::barrier() {
 }
 
 void Engine::set_lr(double lr) {
+  PAGODA_REQUIRE(!impl_->runtime().groups().empty(), "no model is attached: call attach() first");
   for (std::size_t group = 0; group < impl_->runtime().groups().size(); ++group) set_lr(group, lr);
 }
 
@@ -105,7 +106,15 @@ at::Tensor Engine::grad(const at::Tensor& parameter) {
 }
 
 double Engine::grad_norm() {
-  return impl_->runtime().grad_norm();
+  return impl_->grad_norm();
+}
+
+bool Engine::has_gradients() {
+  return impl_->has_gradients();
+}
+
+void Engine::set_loss_is_scaled(bool scaled) {
+  impl_->set_loss_is_scaled(scaled);
 }
 
 void Engine::zero_grad() {

@@ -107,9 +107,16 @@ class Engine {
   double loss_scale() const;
 
   /// The gradient accumulated so far, as fp32 and as large as the parameter: on the host.
+  /// Zeros where none has come; without the loss scale.
   at::Tensor grad(const at::Tensor& parameter);
   double grad_norm();
   void zero_grad();
+  /// Whether a gradient has come on this rank since the last step.
+  bool has_gradients();
+  /// For frameworks that begin the backward pass themselves: while it is set, the losses of such
+  /// passes have been multiplied by loss_scale(). Without it such a pass is an error where there is
+  /// a loss scale.
+  void set_loss_is_scaled(bool scaled);
 
   /// While the returned handle lives, the page is on the device and its pointer may be used; what a
   /// step() changes is there when it returns. On a GPU, writes by pointers need `write`.

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <unordered_set>
 #include <utility>
 
 #include <ATen/Functions.h>
@@ -16,20 +17,11 @@
 #include "pagoda/engine/backend.h"
 #include "pagoda/torch/cuda_library.h"
 #include "pagoda/torch/cuda_memory.h"
-#include "pagoda/torch/element_type.h"
 #include "pagoda/torch/gradient_hook.h"
+#include "pagoda/torch/pageable.h"
 #include "pagoda/torch/storage_table.h"
 
 namespace pagoda {
-namespace {
-
-kernels::Dtype dtype_of(const at::Tensor& tensor, const std::string& name) {
-  if (const auto known = torch::element_type(tensor)) return *known;
-  throw UserError(fmt::format("parameter '{}' is {}: fp32, bf16 and fp16 can be trained", name,
-                              c10::toString(tensor.scalar_type())));
-}
-
-}  // namespace
 
 Engine::Impl::Impl(const Config& config, std::shared_ptr<comm::World> world)
     : runtime_(std::make_unique<engine::Runtime>(config, std::move(world))) {
@@ -117,8 +109,16 @@ std::shared_ptr<device::Stream> Engine::Impl::consumer() {
 }
 
 torch::PageStorage* Engine::Impl::find(const at::Tensor& tensor) const {
+  if (!tensor.defined() || !tensor.has_storage()) return nullptr;
   const auto found = storages_.find(tensor.storage().unsafeGetStorageImpl());
   return found == storages_.end() ? nullptr : found->second.get();
+}
+
+void Engine::Impl::require_ours_or_nobodys(const at::Tensor& tensor,
+                                           const std::string& name) const {
+  const auto* key = tensor.storage().unsafeGetStorageImpl();
+  PAGODA_REQUIRE(torch::StorageTable::instance().find(key) == nullptr || find(tensor) != nullptr,
+                 "parameter '{}' belongs to another engine: release it there first", name);
 }
 
 /// The same sizes over a storage on the engine's device.
@@ -133,6 +133,7 @@ void Engine::Impl::point_at(at::Tensor& tensor, const c10::Storage& storage) con
 torch::PageStorage& Engine::Impl::adopt(const at::Tensor& tensor, const std::string& name) {
   sweep();
   if (torch::PageStorage* known = find(tensor)) return *known;
+  torch::require_pageable(tensor, name, device());
   // A view of a storage that has moved to the engine's device already follows it there.
   const auto moved = moved_.find(tensor.storage().unsafeGetStorageImpl());
   if (moved != moved_.end()) {
@@ -144,9 +145,7 @@ torch::PageStorage& Engine::Impl::adopt(const at::Tensor& tensor, const std::str
     }
     moved_.erase(moved);
   }
-  PAGODA_REQUIRE(
-      torch::StorageTable::instance().find(tensor.storage().unsafeGetStorageImpl()) == nullptr,
-      "parameter '{}' belongs to another engine: release it there first", name);
+  require_ours_or_nobodys(tensor, name);
   const at::DisableRecordFunctionGuard unseen;
   const Bytes size = tensor.element_size();
   const Bytes bytes = tensor.storage().nbytes();
@@ -233,19 +232,6 @@ void Engine::Impl::sweep() {
   }
 }
 
-void Engine::Impl::check_trainable(const at::Tensor& tensor, const std::string& name) const {
-  PAGODA_REQUIRE(!tensor.is_sparse() && tensor.layout() == at::kStrided,
-                 "parameter '{}' is sparse: only dense ones can be paged", name);
-  PAGODA_REQUIRE(!tensor.is_complex(), "parameter '{}' is complex: train its real view instead",
-                 name);
-  const bool plain =
-      tensor.has_storage() && !tensor.key_set().has_any(c10::DispatchKeySet(
-                                  {c10::DispatchKey::Python, c10::DispatchKey::FuncTorchBatched,
-                                   c10::DispatchKey::FuncTorchGradWrapper}));
-  PAGODA_REQUIRE(plain, "parameter '{}' is a tensor subclass, of which the bytes are not known",
-                 name);
-}
-
 void Engine::Impl::check_modules(const ::torch::nn::Module& model) {
   const auto check = [](const ::torch::nn::Module& module, const std::string& name) {
     const auto* embedding = module.as<::torch::nn::EmbeddingImpl>();
@@ -296,6 +282,8 @@ void Engine::Impl::attach(const std::vector<NamedTensor>& model,
   runtime_->check();
   PAGODA_REQUIRE(parameters_.empty(), "a model is attached already: release() it first");
   PAGODA_REQUIRE(!groups.empty(), "there is no optimizer");
+  for (const ParameterGroup& group : groups) optim::require_valid(group.optimizer);
+  torch::require_pageable(model, device());
   const bool one_for_all = groups.size() == 1 && groups[0].parameters.empty();
   std::unordered_map<const c10::TensorImpl*, std::uint32_t> group_of;
   for (std::uint32_t g = 0; g < groups.size(); ++g) {
@@ -304,6 +292,20 @@ void Engine::Impl::attach(const std::vector<NamedTensor>& model,
                      "a parameter is in two groups, of which {} is the second", g);
     }
   }
+  const auto trains = [&](const at::Tensor& tensor) {
+    return tensor.requires_grad() &&
+           (one_for_all || group_of.contains(tensor.unsafeGetTensorImpl()));
+  };
+  for (const auto& [name, tensor] : model) {  // before the first of them becomes a page
+    require_ours_or_nobodys(tensor, name);
+    if (trains(tensor)) torch::require_trainable(tensor, name);
+  }
+  struct Unfinished {  // what fails half-way leaves nothing attached
+    std::vector<Parameter>* parameters;
+    ~Unfinished() {
+      if (parameters != nullptr) parameters->clear();
+    }
+  } unfinished{&parameters_};
   std::vector<pager::Page*> pages;
   std::vector<engine::TrainedSpec> specs;
   std::unordered_map<const pager::Page*, std::size_t> spec_of;
@@ -312,17 +314,16 @@ void Engine::Impl::attach(const std::vector<NamedTensor>& model,
   for (const auto& [name, tensor] : model) {
     if (!seen.emplace(tensor.unsafeGetTensorImpl(), true).second) continue;
     const auto index = static_cast<std::uint32_t>(seen.size() - 1);
-    check_trainable(tensor, name);
     torch::PageStorage& storage = adopt(tensor, name);
     pager::Page& page = *storage.page();
     page.name = name;
     if (std::find(pages.begin(), pages.end(), &page) == pages.end()) pages.push_back(&page);
     const auto group = group_of.find(tensor.unsafeGetTensorImpl());
-    if (!tensor.requires_grad() || (!one_for_all && group == group_of.end())) continue;
+    if (!trains(tensor)) continue;
     const auto [spec, fresh] = spec_of.emplace(&page, specs.size());
-    if (fresh) specs.push_back({&page, dtype_of(tensor, name), {}, {}});
+    if (fresh) specs.push_back({&page, torch::require_trainable(tensor, name), {}, {}});
     engine::TrainedSpec& target = specs[spec->second];
-    PAGODA_REQUIRE(target.dtype == dtype_of(tensor, name),
+    PAGODA_REQUIRE(target.dtype == torch::require_trainable(tensor, name),
                    "parameters of different types share the storage of '{}'", name);
     for (const optim::Segment& segment : segments_of(tensor, target.parameters.size())) {
       target.segments.push_back(segment);
@@ -366,7 +367,8 @@ void Engine::Impl::attach(const std::vector<NamedTensor>& model,
       parameter.key = trained[i].first.unsafeGetTensorImpl();
       torch::ParameterTable::instance().insert(parameter.key, *parameter.attached);
       parameter.hook = torch::set_gradient_hook(
-          trained[i].first, [this, i](const at::Tensor& tensor) { gradient_ready(i, tensor); });
+          trained[i].first, {[this, i] { gradient_comes(i); },
+                             [this, i](const at::Tensor& tensor) { gradient_ready(i, tensor); }});
     }
   } catch (...) {
     for (const Parameter& parameter : parameters_) {
@@ -378,8 +380,10 @@ void Engine::Impl::attach(const std::vector<NamedTensor>& model,
     }
     parameters_.clear();
     of_page_.clear();
+    if (!runtime_->failed()) runtime_->detach();
     throw;
   }
+  unfinished.parameters = nullptr;
 }
 
 void Engine::Impl::check_hooks() {
@@ -391,6 +395,7 @@ void Engine::Impl::check_hooks() {
         "the gradient hook of '{}' was replaced after attach(): its gradient is lost; set "
         "hooks of your own before attach(), which keeps them",
         parameter.name);
+    torch::keep_gradient_hook(at::Tensor(alive));
     PAGODA_REQUIRE(alive->unsafe_storage().unsafeGetStorageImpl() == parameter.storage->key(),
                    "the storage of '{}' was exchanged after attach() (.data =, set_, to()): write "
                    "into the parameter with copy_() instead, or release() the model before",
@@ -406,6 +411,7 @@ StepReport Engine::Impl::step(bool joining) {
   }
   end_of_backward();
   check_hooks();
+  take_set_gradients();
   backwards_ = 0;
   const auto bumped = [this](pager::Page& page) { bump(page); };
   engine::StepResult result;
@@ -414,6 +420,7 @@ StepReport Engine::Impl::step(bool joining) {
   } else {
     result = runtime_->step(bumped);
   }
+  for (Parameter& parameter : parameters_) parameter.given = false;
   return {result.step, result.skipped, result.norm.value_or(-1), result.loss_scale};
 }
 
@@ -435,7 +442,26 @@ std::shared_ptr<void> Engine::Impl::pin(const at::Tensor& tensor, bool write) {
   return {nullptr, [this, page](void*) { runtime_->pager().release_hold(*page); }};
 }
 
+/// What is attached is released as a whole, or training it would go on with a part.
+void Engine::Impl::require_whole_model(const std::vector<at::Tensor>& model) const {
+  std::unordered_set<const c10::TensorImpl*> given;
+  bool any = false;
+  for (const at::Tensor& tensor : model) {
+    given.insert(tensor.unsafeGetTensorImpl());
+    any = any || find(tensor) != nullptr;
+  }
+  PAGODA_REQUIRE(any, "no parameter of this model is a page of this engine");
+  for (const Parameter& parameter : parameters_) {
+    const auto alive = parameter.tensor.lock();
+    PAGODA_REQUIRE(alive == nullptr || given.contains(alive.get()),
+                   "parameter '{}' is attached and not among those to be released: release() the "
+                   "whole model",
+                   parameter.name);
+  }
+}
+
 void Engine::Impl::release(const std::vector<at::Tensor>& model) {
+  require_whole_model(model);
   runtime_->finish();
   for (const at::Tensor& tensor : model) {
     torch::PageStorage* storage = find(tensor);

@@ -41,10 +41,16 @@ class Engine::Impl final : public torch::ObserverClient {
   at::Tensor grad(const at::Tensor& tensor);
   std::shared_ptr<void> pin(const at::Tensor& tensor, bool write = false);
 
-  /// A parameter's gradient has been accumulated: called by its hook.
+  /// A parameter's gradient is about to be accumulated, and has been: called by its hooks.
+  void gradient_comes(std::size_t parameter);
   void gradient_ready(std::size_t parameter, const at::Tensor& tensor);
 
   void zero_grad();
+  double grad_norm();
+  /// Whether a gradient has come since the last step.
+  bool has_gradients();
+  /// Passes that begin while it is set have a loss that was multiplied by loss_scale().
+  void set_loss_is_scaled(bool scaled) noexcept { loss_is_scaled_ = scaled; }
 
   engine::Runtime& runtime() noexcept { return *runtime_; }
   /// Copies activations; made when it is first asked for.
@@ -67,6 +73,8 @@ class Engine::Impl final : public torch::ObserverClient {
     // the parameter is used in several of them.
     std::size_t fires = 0;  // expected; 0: not known yet
     std::size_t fired = 0;  // in this pass
+    std::size_t taken = 0;  // of `fired`, when its gradient was last taken
+    bool given = false;     // it has a gradient in this step
   };
   /// A page of several parameters collects their gradients here.
   struct Partial {
@@ -81,10 +89,14 @@ class Engine::Impl final : public torch::ObserverClient {
   };
 
   void limit_device(Bytes limit);
+  void require_whole_model(const std::vector<at::Tensor>& model) const;
+  void require_ours_or_nobodys(const at::Tensor& tensor, const std::string& name) const;
   void point_at(at::Tensor& tensor, const c10::Storage& storage) const;
-  void check_trainable(const at::Tensor& tensor, const std::string& name) const;
   std::vector<optim::Segment> segments_of(const at::Tensor& tensor, std::size_t in_page) const;
   void take_gradient(Parameter& parameter, const at::Tensor& tensor);
+  void require_none_set(const Parameter& parameter) const;
+  void take_set_gradients();
+  void require_scaled_loss(const Parameter& parameter, const at::Tensor& tensor) const;
   void push(optim::TrainedPage& page, at::Tensor flat, std::vector<bool> present);
   int plain_pass();
   void end_of_backward();
@@ -103,7 +115,8 @@ class Engine::Impl final : public torch::ObserverClient {
   std::unordered_map<const optim::TrainedPage*, Partial> partial_;  // guarded by gradient_mutex_
   std::vector<int> plain_passes_;  // begun by the user; guarded by gradient_mutex_
   std::mutex gradient_mutex_;
-  std::atomic<int> pass_{-1};  // the backward pass under way, where it is ours
+  std::atomic<int> pass_{-1};                // the backward pass under way, where it is ours
+  std::atomic<bool> loss_is_scaled_{false};  // of others, by whoever begins them
   std::unordered_map<void*, std::shared_ptr<device::Stream>> streams_;  // guarded by stream_mutex_
   std::mutex stream_mutex_;
   unsigned backwards_ = 0;  // since the last step

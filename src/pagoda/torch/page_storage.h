@@ -39,6 +39,9 @@ class PageStorage final : public pager::Binding {
   /// The storage becomes a plain one that owns `data`, and is no page any more.
   void give_back(c10::DataPtr data);
 
+  /// Whether the storage was a page whose engine is gone, so that every access to it throws.
+  static bool lost(const c10::Storage& storage) noexcept;
+
   c10::StorageImpl* key() const noexcept { return key_; }
   bool alive() const noexcept { return !storage_.expired(); }
   /// The storage is gone, and the pager has been told.
