@@ -105,7 +105,7 @@ def _aligned(size: int) -> int:
 
 
 def resolve(config: dict[str, Any], room: dict[str, Any], model: Model, folder: Path,
-            held: int) -> dict[str, Any]:
+            held: int, alone: bool) -> dict[str, Any]:
     """The configuration with its budgets; `held` pages are pinned at a time."""
     sizes: dict[int, int] = {}
     for parameter in model.parameters():
@@ -127,7 +127,7 @@ def resolve(config: dict[str, Any], room: dict[str, Any], model: Model, folder: 
     if room["host"] == "roomy":
         out["host_budget"] = 2 * states + 4 * fixed
     elif room["host"] == "scarce":
-        out["host_budget"] = states // 4 + 2 * fixed
+        out["host_budget"] = states // 4 + 2 * fixed if alone else 2 * states + 4 * fixed
     uses_nvme = room["host"] == "scarce" or "nvme" in (
         config["parameters"], config["gradients"], config["optimizer"]) or room.get("nvme")
     if uses_nvme:
