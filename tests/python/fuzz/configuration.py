@@ -127,7 +127,9 @@ def resolve(config: dict[str, Any], room: dict[str, Any], model: Model, folder: 
     if room["host"] == "roomy":
         out["host_budget"] = 2 * states + 4 * fixed
     elif room["host"] == "scarce":
-        out["host_budget"] = states // 4 + 2 * fixed if alone else 2 * states + 4 * fixed
+        out["host_budget"] = states // 4 + 2 * fixed
+    if not alone and "host_budget" in out:  # there it is not tried again with more
+        out["host_budget"] += 2 * states + 4 * fixed + 16 * KIB * KIB
     uses_nvme = room["host"] == "scarce" or "nvme" in (
         config["parameters"], config["gradients"], config["optimizer"]) or room.get("nvme")
     if uses_nvme:
