@@ -50,7 +50,7 @@ StepResult Runtime::step_together(bool leaving, bool& all_leaving,
     pager_->find_raw_writes();
     bool wrote = false;
     for (Page* page : pager_->pages()) {
-      if (page != nullptr && !page->whole_home() && (page->dirty || page->own_copy)) wrote = true;
+      if (page != nullptr && page->shared && (page->dirty || page->own_copy)) wrote = true;
     }
     if (!alone()) {
       std::array<std::uint64_t, 3> flags = {wrote ? 1U : 0U, leaving ? 0U : 1U,

@@ -82,6 +82,8 @@ struct alignas(64) Page {
   /// The bytes when the page is not on the device: all of it, or this rank's shard.
   Home home;
   Range home_range;
+  /// Other ranks read `home`: a shard, which of a small page may be all of it.
+  bool shared = false;
   /// The whole page as this rank's user code has written it, while `home` still has what the last
   /// update left, for other ranks and for masters to compare with; until Pager::publish().
   Home own_copy;

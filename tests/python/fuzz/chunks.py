@@ -24,8 +24,6 @@ import trial
 from program import Program
 from torch import distributed
 
-HANG = 97  # what a process exits with that its own watchdog ended
-
 
 @dataclass
 class Failure:
@@ -132,8 +130,8 @@ class Runner:
             os.dup2(stacks.fileno(), 2)
             faulthandler.enable(stacks)
             gather = self.meet(rank, folder) if self.ranks > 1 else None
-            for seed in seeds:
-                print(json.dumps({"seed": seed}), file=log, flush=True)
+            for position, seed in enumerate(seeds):
+                print(json.dumps({"at": position}), file=log, flush=True)
                 faulthandler.dump_traceback_later(self.limit, exit=True, file=stacks)
                 kind, what = "", ""
                 try:
@@ -143,10 +141,13 @@ class Runner:
                     kind, what = "invalid", str(error)
                 except Exception:
                     kind, what = "failed", traceback.format_exc()
+                print(json.dumps({"at": position, "kind": kind, "what": what}), file=log,
+                      flush=True)
+                # After a failure the ranks may have parted.
+                parted = gather is not None and "failed" in gather(kind)
                 faulthandler.cancel_dump_traceback_later()
-                print(json.dumps({"seed": seed, "kind": kind, "what": what}), file=log, flush=True)
-                if kind == "failed" and self.ranks > 1:
-                    break  # the ranks may have parted
+                if parted:
+                    break
             code = 0
         except BaseException:
             with contextlib.suppress(Exception):
@@ -171,36 +172,34 @@ class Runner:
     def collect(self, seeds: list[int], folder: Path, statuses: list[int], result: Result,
                 verbose: bool) -> list[int]:
         said: list[dict[int, dict[str, Any]]] = []
-        begun: list[list[int]] = []
+        begun: list[set[int]] = []
         for rank in range(self.ranks):
             file = folder / f"log {rank}"
             lines = [json.loads(line) for line in file.read_text().splitlines()
                      ] if file.exists() else []
-            said.append({line["seed"]: line for line in lines if "kind" in line})
-            begun.append([line["seed"] for line in lines if "kind" not in line])
-        for position, seed in enumerate(seeds):
-            ended = [seed in one for one in said]
-            texts = [f"rank {rank}:\n{one[seed]['what']}" if self.ranks > 1 else one[seed]["what"]
-                     for rank, one in enumerate(said) if seed in one and one[seed]["kind"]]
-            kinds = {one[seed]["kind"] for one in said if seed in one}
-            stop = not all(ended)
+            said.append({line["at"]: line for line in lines if "kind" in line})
+            begun.append({line["at"] for line in lines})
+        for at, seed in enumerate(seeds):
+            if not any(at in one for one in begun):
+                return seeds[at:]  # not begun: once more
+            kinds = {one[at]["kind"] for one in said if at in one}
+            texts = [f"rank {rank}:\n{one[at]['what']}" if self.ranks > 1 else one[at]["what"]
+                     for rank, one in enumerate(said) if at in one and one[at]["kind"]]
             for rank in range(self.ranks):
-                if not ended[rank] and seed in begun[rank]:
+                if at not in said[rank]:
                     stacks = folder / f"stacks {rank}"
                     found = stacks.read_text() if stacks.exists() else ""
                     texts.append(f"rank {rank} ended with {statuses[rank]} "
                                  f"(1: a hang, negative: a signal)\n{found[-6000:]}")
                     kinds.add("failed")
-            if stop and not any(seed in one for one in begun):
-                return seeds[position:]  # not begun: once more
             result.done += 1
             if verbose:
                 print(f"seed {seed}: {', '.join(sorted(kinds - {''})) or 'ok'}", flush=True)
             failure = Failure(seed, self.program(seed), "\n".join(texts))
             if "failed" in kinds:
                 result.failures.append(failure)
-                if stop or self.ranks > 1:
-                    return seeds[position + 1:]
+                if self.ranks > 1:
+                    return seeds[at + 1:]
             elif "invalid" in kinds:
                 result.invalid.append(failure)
         return []

@@ -105,7 +105,7 @@ def _aligned(size: int) -> int:
 
 
 def resolve(config: dict[str, Any], room: dict[str, Any], model: Model, folder: Path,
-            held: int) -> dict[str, Any]:
+            held: int, alone: bool) -> dict[str, Any]:
     """The configuration with its budgets; `held` pages are pinned at a time."""
     sizes: dict[int, int] = {}
     for parameter in model.parameters():
@@ -128,6 +128,8 @@ def resolve(config: dict[str, Any], room: dict[str, Any], model: Model, folder: 
         out["host_budget"] = 2 * states + 4 * fixed
     elif room["host"] == "scarce":
         out["host_budget"] = states // 4 + 2 * fixed
+    if not alone and "host_budget" in out:  # there it is not tried again with more
+        out["host_budget"] += 2 * states + 4 * fixed + 16 * KIB * KIB
     uses_nvme = room["host"] == "scarce" or "nvme" in (
         config["parameters"], config["gradients"], config["optimizer"]) or room.get("nvme")
     if uses_nvme:

@@ -534,6 +534,8 @@ def stats(session: Session, event: Event) -> None:
 def save(session: Session, event: Event) -> Calls:
     """engine.save_pretrained: the file has what the parameters are."""
     yield Call("save", model=session.model, name=str(session.folder / f"save {event.number}"))
+    if session.rank != 0:
+        return
     if not session.trainer.paged:
         for name, value in session.model.state_dict().items():
             session.see(name, value)

@@ -222,8 +222,9 @@ class Saving(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        flat = x.reshape(-1, x.shape[-1])
-        return grad @ weight.t(), flat.t() @ grad.reshape(-1, grad.shape[-1])
+        grad = grad.to(weight.dtype)
+        flat = x.reshape(-1, x.shape[-1]).to(weight.dtype)
+        return (grad @ weight.t()).to(x.dtype), flat.t() @ grad.reshape(-1, grad.shape[-1])
 
 
 @layer("composed", ("float32", "bfloat16"))

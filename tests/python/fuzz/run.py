@@ -36,6 +36,7 @@ def main() -> int:
     parser.add_argument("--chunk", type=int, default=25, help="programs in one process")
     parser.add_argument("--limit", type=float, default=40.0, help="seconds for one program")
     parser.add_argument("--keep-going", type=int, default=10, help="failures until it stops")
+    parser.add_argument("--times", type=int, default=1, help="for what fails now and then")
     parser.add_argument("-v", "--verbose", action="store_true")
     arguments = parser.parse_args()
     if arguments.features:
@@ -55,6 +56,7 @@ def main() -> int:
     else:
         first, end = arguments.seeds.split(":")
         seeds = list(range(int(first), int(end)))
+    seeds = [seed for seed in seeds for _ in range(arguments.times)]
     runner = chunks.Runner(arguments.ranks, without, arguments.limit, arguments.chunk)
     if arguments.program is not None:
         runner.fixed = programs.Program.from_json(arguments.program.read_text())
@@ -65,7 +67,7 @@ def main() -> int:
     print(result.text())
     if arguments.minimise and result.failures:
         import minimising
-        smaller = minimising.minimise(runner, result.failures[0])
+        smaller = minimising.minimise(runner, result.failures[0], arguments.times)
         print(smaller.text())
         file = Path(f"/tmp/fuzz-{smaller.seed}-{smaller.ranks}.json")
         file.write_text(smaller.to_json())

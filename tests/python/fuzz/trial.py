@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 import traceback
 import warnings
@@ -136,18 +137,18 @@ def resolved(program: Program, folder: Path) -> dict[str, Any]:
     held = sum(1 for step in program.steps for event in step
                if event.what == "hold" and not event.options["let_go"])
     return configuration.resolve(program.config, program.room, Model(program.model), folder,
-                                 min(held, 1))
+                                 min(held, 1), program.ranks == 1)
 
 
 def widened(config: dict[str, Any], error: Exception) -> bool:
-    """Was it host memory that did not suffice? Then there is more of it the next time."""
+    """Was it host memory that did not suffice? Then there is a little more of it the next time."""
     text = str(error)
-    if "host_budget" not in config or not isinstance(error, (pagoda.Error, RuntimeError)):
-        return False
-    if config["host_budget"] > 1 << 30 or not any(
+    if "host_budget" not in config or config["host_budget"] > 1 << 30 or not any(
             word in text for word in ("do not fit", "budget", "host_budget")):
         return False
-    config["host_budget"] *= 2
+    asked = re.search(r"asked for ([\d.]+) MiB, but only ([\d.]+) MiB", text)
+    missing = float(asked[1]) - float(asked[2]) if asked else 0.0
+    config["host_budget"] += int(max(missing, 0) * (1 << 20)) + (32 << 10)
     return True
 
 
@@ -164,8 +165,10 @@ def run(program: Program, rank: int = 0, gather: Gather | None = None) -> str:
             try:
                 log, refused = run_paged(program, config, rank, folder)
             except Exception as error:
-                notes = "".join(getattr(error, "__notes__", ["in attach"]))
-                if program.ranks == 1 and "in attach" in notes and widened(config, error):
+                # The engine's constructor has no notes, and meets nobody before it fails.
+                where = "".join(getattr(error, "__notes__", ["constructor"]))
+                if (where == "constructor" or (program.ranks == 1 and "in attach" in where)
+                        ) and widened(config, error):
                     continue
                 failure = "".join(traceback.format_exception(error))
             break
