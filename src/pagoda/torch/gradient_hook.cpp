@@ -81,6 +81,8 @@ void* hook_of(const at::Tensor& parameter) {
 }
 
 void remove_gradient_hook(const at::Tensor& parameter) {
+  // What never required a gradient has no hooks, and no place for them.
+  if (::torch::autograd::impl::get_autograd_meta(parameter) == nullptr) return;
   auto& slot = ::torch::autograd::impl::post_acc_grad_hooks(parameter);
   if (auto* ours = dynamic_cast<GradientHook*>(slot.get())) {
     std::erase_if(::torch::autograd::impl::hooks(parameter), is_ours);
