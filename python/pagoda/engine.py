@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import distributed
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from pagoda.activations import kept_off_the_device
 from pagoda.attachment import Attachment
@@ -98,7 +97,7 @@ def _check_model(model: torch.nn.Module) -> None:
         if is_lazy(parameter):
             raise UserError(f"parameter '{name}' is not initialised yet: run one forward pass of the "
                             "model, so that its lazy modules know their shapes, before attach()")
-        if is_traceable_wrapper_subclass(parameter):
+        if type(parameter).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
             raise UserError(f"parameter '{name}' is a {type(parameter).__name__}, of which only its "
                             "class knows where the bytes are: attach a model of plain tensors")
 
@@ -498,7 +497,7 @@ class Engine:
         """
         buffers = [] if self._model is None else list(self._model.buffers())  # there anyway
         with translated():
-            handle = self._handle.activations(place, str(least), str(in_flight), buffers)
+            handle = self._handle.activations(str(place), str(least), str(in_flight), buffers)
         return kept_off_the_device(handle)
 
     # Raw pointers.

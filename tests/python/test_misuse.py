@@ -436,3 +436,507 @@ def test_torch_functions_on_gradients_work_or_say_so() -> None:
     loss_of(model).backward()
     other.step()
     model[0].zero_grad()
+
+
+# Every call, in every state of an engine.
+
+
+class Scene:
+    """An engine, its model, and others that have nothing to do with it."""
+
+    def __init__(self, state: str) -> None:
+        self.paged, self.model, self.other = engine(early_updates=False), net(), net()
+        self.optimizer: Any = None
+        if state != "fresh":
+            self.optimizer = self.paged.attach(self.model)
+            trains(self.paged, self.model)
+        if state == "backward":
+            self.paged.backward(loss_of(self.model))
+        if state in ("released", "closed"):
+            self.paged.release(self.model)
+        if state == "closed":
+            self.paged.close()
+        if state == "dropped":
+            self.paged.close()
+
+
+STATES = ["fresh", "attached", "backward", "released", "closed", "dropped"]
+
+SENSE: dict[str, Callable[[Scene], Any]] = {
+    "attach": lambda s: s.paged.attach(s.model),
+    "attach another": lambda s: s.paged.attach(s.other),
+    "backward": lambda s: s.paged.backward(torch.ones((), requires_grad=True).exp()),
+    "backward of another": lambda s: s.paged.backward(loss_of(s.other)),
+    "step": lambda s: s.paged.step(),
+    "join": lambda s: s.paged.join(),
+    "finish": lambda s: s.paged.finish(),
+    "zero_grad": lambda s: s.paged.zero_grad(),
+    "grad": lambda s: s.paged.grad(s.model[0].weight),
+    "grad_norm": lambda s: s.paged.grad_norm(),
+    "has_gradients": lambda s: s.paged.has_gradients(),
+    "pin": lambda s: s.paged.pin(s.model).release(),
+    "pin nothing": lambda s: s.paged.pin([]).release(),
+    "release": lambda s: s.paged.release(),
+    "release the model": lambda s: s.paged.release(s.model),
+    "serve_framework": lambda s: s.paged.serve_framework(),
+    "activations": lambda s: s.paged.activations().__enter__(),
+    "stats": lambda s: str(s.paged.stats()),
+    "config": lambda s: s.paged.config,
+    "device": lambda s: s.paged.device,
+    "rank": lambda s: s.paged.rank,
+    "world_size": lambda s: s.paged.world_size,
+    "loss_scale": lambda s: s.paged.loss_scale,
+    "optimizer": lambda s: s.paged.optimizer,
+    "close": lambda s: s.paged.close(),
+    "leave": lambda s: s.paged.__exit__(None, None, None),
+    "optimizer.step": lambda s: s.optimizer and s.optimizer.step(),
+    "optimizer.zero_grad": lambda s: s.optimizer and s.optimizer.zero_grad(),
+    "optimizer.state_dict": lambda s: s.optimizer and s.optimizer.state_dict(),
+}
+
+
+def build(scene: Scene) -> None:
+    with scene.paged.build():
+        torch.nn.Linear(2, 2)
+
+
+def save(scene: Scene, path: Path) -> None:
+    scene.paged.save_pretrained(path)
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("call", [*SENSE, "build", "save_pretrained"])
+def test_a_call_works_or_says_why_not(call: str, state: str, tmp_path: Path) -> None:
+    scene = Scene(state)
+    outcome = None
+    for _ in range(2):  # twice, too
+        try:
+            if call == "build":
+                build(scene)
+            elif call == "save_pretrained":
+                save(scene, tmp_path)
+            else:
+                SENSE[call](scene)
+        except pagoda.UserError as error:
+            outcome = str(error)
+            assert len(outcome) < 400
+    if state in ("attached", "backward") and call not in (
+            "release", "release the model", "close", "leave"):
+        if scene.paged.has_gradients():
+            scene.paged.step()
+        trains(scene.paged, scene.model)
+    elif state == "released" and call not in ("attach", "attach another", "close", "leave"):
+        scene.paged.attach(scene.model)
+        trains(scene.paged, scene.model)
+    if state in ("closed", "dropped") and call not in (
+            "device", "close", "leave", "optimizer", "optimizer.step"):
+        assert outcome is not None, "a closed engine did something"
+
+
+WRONG_CALLS: dict[str, tuple[Callable[[Scene], Any], str]] = {
+    "attach None": (lambda s: s.paged.attach(None), "torch.nn.Module, and not None"),
+    "attach parameters": (lambda s: s.paged.attach(s.other.parameters()), "not a generator"),
+    "attach a class": (lambda s: s.paged.attach(torch.nn.Linear), "not a type"),
+    "attach a tensor": (lambda s: s.paged.attach(torch.ones(2)), "not a Tensor"),
+    "attach with a number as optimizer": (lambda s: s.paged.attach(s.other, optimizer=7), "'7'"),
+    "attach with torch's optimizer": (
+        lambda s: s.paged.attach(s.other, optimizer=torch.optim.AdamW), "no optimizer"),
+    "attach with groups that are none": (lambda s: s.paged.attach(s.other, groups=7), "dicts"),
+    "attach with parameters as groups": (
+        lambda s: s.paged.attach(s.other, groups=list(s.other.parameters())), "dict with 'params'"),
+    "attach with no groups": (lambda s: s.paged.attach(s.other, groups=[]), "nothing to train"),
+    "attach with empty params": (
+        lambda s: s.paged.attach(s.other, groups=[{"params": []}]), "nothing to train"),
+    "attach with no params": (lambda s: s.paged.attach(s.other, groups=[{}]), "nothing to train"),
+    "attach with numbers as params": (
+        lambda s: s.paged.attach(s.other, groups=[{"params": [1, 2]}]), "a tensor, and not a int"),
+    "attach with a number as params": (
+        lambda s: s.paged.attach(s.other, groups=[{"params": 7}]), "tensors, and not a int"),
+    "attach with an unknown constant": (
+        lambda s: s.paged.attach(s.other, groups=[{"params": s.other[0].weight, "lrr": 1}]), "lrr"),
+    "attach a parameter twice": (
+        lambda s: s.paged.attach(s.other, groups=[{"params": [s.other[0].weight] * 2}]), "twice"),
+    "attach a parameter in two groups": (
+        lambda s: s.paged.attach(s.other, groups=[{"params": [s.other[0].weight]}] * 2),
+        "two groups"),
+    "attach another's parameter": (
+        lambda s: s.paged.attach(s.other, groups=[{"params": net()[0].weight}]), "no parameter of"),
+    "attach with a negative clip": (lambda s: s.paged.attach(s.other, clip=-1.0), "clip"),
+    "attach with clip nan": (lambda s: s.paged.attach(s.other, clip=math.nan), "clip"),
+    "attach with clip infinite": (lambda s: s.paged.attach(s.other, clip=math.inf), "clip"),
+    "attach with a word as clip": (lambda s: s.paged.attach(s.other, clip="1"), "clip"),
+    "attach nothing": (lambda s: s.paged.attach(torch.nn.ReLU()), "nothing to train"),
+    "release None of nothing": (lambda s: s.paged.release("model"), "torch.nn.Module"),
+    "release another": (lambda s: s.paged.release(s.other), "no parameter of this model"),
+    "release nothing": (lambda s: s.paged.release(torch.nn.ReLU()), "no parameter of this model"),
+    "save to None": (lambda s: s.paged.save_pretrained(None, s.model), "path"),
+    "save to a number": (lambda s: s.paged.save_pretrained(7, s.model), "path"),
+    "save a word": (lambda s: s.paged.save_pretrained("x", "model"), "torch.nn.Module"),
+    "save in shards of nothing": (
+        lambda s: s.paged.save_pretrained("x", s.model, max_shard_bytes=0), "max_shard_bytes"),
+    "save in shards of words": (
+        lambda s: s.paged.save_pretrained("x", s.model, max_shard_bytes="5GB"), "max_shard_bytes"),
+    "pin None": (lambda s: s.paged.pin(None), "tensor, and not None"),
+    "pin a number": (lambda s: s.paged.pin(7), "tensor, and not a int"),
+    "pin numbers": (lambda s: s.paged.pin([7]), "tensor, and not a int"),
+    "pin a word": (lambda s: s.paged.pin("weight"), "tensor, and not a str"),
+    "pin another's": (lambda s: s.paged.pin(s.other), "no parameter of this engine"),
+    "pin a tensor of one's own": (lambda s: s.paged.pin(torch.ones(2)), "no parameter of this"),
+    "pin a sparse one": (lambda s: s.paged.pin(torch.ones(2).to_sparse()), "no parameter of this"),
+    "pin one on meta": (lambda s: s.paged.pin(torch.ones(2, device="meta")), "no parameter of"),
+    "activations somewhere": (lambda s: s.paged.activations("device"), "'host' or 'nvme'"),
+    "activations on nvme": (lambda s: s.paged.activations("nvme"), "nvme"),
+    "activations nowhere": (lambda s: s.paged.activations(None), "'host' or 'nvme'"),
+    "activations from much": (lambda s: s.paged.activations(least="much"), "much"),
+    "activations from None": (lambda s: s.paged.activations(least=None), "None"),
+    "activations below zero": (lambda s: s.paged.activations(in_flight=-1), "-1"),
+    "pickle": (lambda s: pickle.dumps(s.paged), "copied or pickled"),
+    "copy": (lambda s: copy.copy(s.paged), "copied or pickled"),
+    "deepcopy": (lambda s: copy.deepcopy(s.paged), "copied or pickled"),
+}
+
+WRONG_OF_ATTACHED: dict[str, tuple[Callable[[Scene], Any], str]] = {
+    "backward of None": (lambda s: s.paged.backward(None), "tensor, and not None"),
+    "backward of a number": (lambda s: s.paged.backward(1.0), "tensor, and not a float"),
+    "backward of many": (lambda s: s.paged.backward(s.model(torch.ones(2, WIDTH))), r"\[2, 16\]"),
+    "backward of nothing": (
+        lambda s: s.paged.backward(s.model(torch.ones(0, WIDTH))), r"\[0, 16\]"),
+    "backward of a constant": (lambda s: s.paged.backward(torch.ones(())), "no gradient can come"),
+    "backward of what is detached": (
+        lambda s: s.paged.backward(loss_of(s.model).detach()), "no gradient can come"),
+    "backward with a word as last": (
+        lambda s: s.paged.backward(loss_of(s.model), "yes"), "True, False or None"),
+    "grad of None": (lambda s: s.paged.grad(None), "tensor, and not None"),
+    "grad of a word": (lambda s: s.paged.grad("0.weight"), "tensor, and not a str"),
+    "grad of another's": (lambda s: s.paged.grad(s.other[0].weight), "no parameter of this engine"),
+    "grad of a sparse one": (
+        lambda s: s.paged.grad(torch.ones(2).to_sparse()), "no parameter of this engine"),
+    "release a part": (lambda s: s.paged.release(s.model[0]), "whole model"),
+    "step with a number": (lambda s: s.optimizer.step(7), "function"),
+    "optimizer.state": (lambda s: s.optimizer.state[s.model[0].weight], "cannot be read or changed"),
+    "optimizer.state changed": (lambda s: s.optimizer.state.clear(), "cannot be read or changed"),
+    "state_dict": (lambda s: s.optimizer.state_dict(), r"after 2 steps.*save_pretrained"),
+    "torch.save": (lambda s: torch.save(s.optimizer.state_dict(), "x"), "save_pretrained"),
+    "load_state_dict": (lambda s: s.optimizer.load_state_dict({}), "after 2 steps"),
+    "pickle": (lambda s: pickle.dumps(s.optimizer), "copied or pickled"),
+    "copy": (lambda s: copy.copy(s.optimizer), "copied or pickled"),
+    "deepcopy": (lambda s: copy.deepcopy(s.optimizer), "copied or pickled"),
+    "add_param_group": (lambda s: s.optimizer.add_param_group({}), "attach"),
+}
+
+
+@pytest.mark.parametrize("call", WRONG_CALLS)
+@pytest.mark.parametrize("state", ["fresh", "released"])
+def test_a_wrong_call_has_no_effect(call: str, state: str) -> None:
+    scene = Scene(state)
+    wrong, match = WRONG_CALLS[call]
+    raises(lambda: wrong(scene), match)
+    scene.paged.attach(scene.model)  # nothing of it is left
+    assert scene.paged.config["clip"] == 0
+    trains(scene.paged, scene.model)
+    for parameter in scene.other.parameters():
+        parameter.detach().numpy()  # plain, as it was
+
+
+@pytest.mark.parametrize("call", WRONG_OF_ATTACHED)
+def test_a_wrong_call_leaves_a_training_as_it_was(call: str) -> None:
+    scene, undisturbed = Scene("attached"), Scene("attached")
+    wrong, match = WRONG_OF_ATTACHED[call]
+    raises(lambda: wrong(scene), match)
+    for each in (scene, undisturbed):
+        trains(each.paged, each.model)
+        each.paged.release(each.model)
+    for mine, theirs in zip(scene.model.parameters(), undisturbed.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+# Parameters that cannot be pages, or cannot be trained.
+
+
+class Wrapper(torch.Tensor):
+    """A subclass that has its bytes elsewhere, as torchao's and DTensor have."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Any:
+        out = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        out.inner = inner
+        return out
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["inner"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return Wrapper(args[0].inner)
+        raise NotImplementedError(func)
+
+
+def inference() -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.nn.Parameter(torch.ones(WIDTH))
+
+
+ODD: dict[str, tuple[Callable[[], torch.Tensor], bool, str]] = {  # and whether it is trained
+    "float64": (lambda: torch.ones(4, dtype=torch.float64), True, "Double: fp32, bf16 and fp16"),
+    "float8": (lambda: torch.ones(4).to(torch.float8_e4m3fn), True, "Float8_e4m3fn"),
+    "complex": (lambda: torch.ones(4, dtype=torch.complex64), True, "complex: train its real view"),
+    "sparse": (lambda: torch.ones(4, 4).to_sparse(), True, "sparse, quantized or packed"),
+    "csr": (lambda: torch.ones(4, 4).to_sparse_csr(), True, "sparse, quantized or packed"),
+    "quantized": (lambda: torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8), False,
+                  "sparse, quantized or packed"),
+    "nested": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), True,
+               "subclass|bytes"),
+    "jagged": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)],
+                                                  layout=torch.jagged), True, "NestedTensor"),
+    "wrapper": (lambda: Wrapper(torch.ones(4)), True, "'odd' is a Wrapper"),
+    "frozen wrapper": (lambda: Wrapper(torch.ones(4)), False, "'odd' is a Wrapper"),
+    "expanded": (lambda: torch.ones(1).expand(4), True, r"share one place in memory \(expand"),
+    "inference": (inference, True, "inference mode"),
+    "lazy": (lambda: torch.nn.UninitializedParameter(), True, "not initialised yet"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors.*", "ignore:.*CSR.*", "ignore:.*quantize.*")
+@pytest.mark.parametrize("kind", ODD)
+def test_an_odd_parameter_is_refused_before_anything_is_a_page(kind: str) -> None:
+    make, trained, match = ODD[kind]
+    paged, model = engine(), net()
+    odd = make()
+    model.register_parameter("odd", odd if isinstance(odd, torch.nn.Parameter)
+                             else torch.nn.Parameter(odd, requires_grad=trained))
+    raises(lambda: paged.attach(model), match)
+    model.register_parameter("odd", None)
+    for parameter in model.parameters():
+        parameter.detach().numpy()
+    paged.attach(model)
+    trains(paged, model)
+
+
+EVEN: dict[str, tuple[Callable[[], torch.Tensor], bool]] = {
+    "frozen float64": (lambda: torch.ones(4, dtype=torch.float64), False),
+    "frozen int8": (lambda: torch.ones(4, dtype=torch.int8), False),
+    "frozen bool": (lambda: torch.ones(4, dtype=torch.bool), False),
+    "frozen float8": (lambda: torch.ones(4).to(torch.float8_e4m3fn), False),
+    "frozen expanded": (lambda: torch.ones(1).expand(4), False),
+    "empty": (lambda: torch.empty(0, 3), True),
+    "a number": (lambda: torch.tensor(2.0), True),
+    "bf16": (lambda: torch.ones(4, dtype=torch.bfloat16), True),
+    "a slice": (lambda: torch.ones(8)[2:6], True),
+    "transposed": (lambda: torch.ones(4, 2).t(), True),
+    "a subclass that is all Python": (lambda: torch.ones(4).as_subclass(Named), True),
+}
+
+
+class Named(torch.Tensor):
+    """As torch.nn.Buffer and bitsandbytes' are: other methods, the same bytes."""
+
+
+@pytest.mark.parametrize("kind", EVEN)
+def test_an_uncommon_parameter_is_trained_or_paged(kind: str) -> None:
+    make, trained = EVEN[kind]
+    paged, model = engine(), net()
+    odd = torch.nn.Parameter(make(), requires_grad=trained)
+    model.register_parameter("odd", odd)
+    expected = odd.detach().clone()
+    paged.attach(model, optimizer="sgd", lr=0.5)
+    for step in range(2):
+        loss = loss_of(model, step)
+        paged.backward(loss + odd.float().sum() if trained else loss)
+        paged.step()
+    if trained:
+        expected -= 1
+    paged.release(model)
+    assert torch.equal(odd.detach(), expected)
+
+
+def test_an_odd_parameter_is_refused_while_building() -> None:
+    paged = engine()
+    with pytest.raises(pagoda.UserError, match=r"'Sequential\.odd' is a tensor subclass"), \
+            paged.build():
+        model = net()
+        model.register_parameter("odd", torch.nn.Parameter(Wrapper(torch.ones(4))))
+    with paged.build():
+        model = net()
+        model.append(torch.nn.LazyLinear(WIDTH))
+        with torch.device("meta"):
+            model.append(torch.nn.Linear(WIDTH, WIDTH))
+    model[4] = model[4].to_empty(device="cpu")
+    raises(lambda: paged.attach(model), "one forward pass")
+    model(torch.ones(1, WIDTH))
+    paged.attach(model)
+    trains(paged, model)
+
+
+def test_a_model_of_another_engine_is_refused_before_anything_is_a_page() -> None:
+    first, second = engine(), engine()
+    taken, free = net(), net()
+    first.attach(taken)
+    mixed = torch.nn.Sequential(free, taken)
+    raises(lambda: second.attach(mixed), r"'1\.0\.weight' belongs to another engine")
+    free[0].weight.detach().numpy()
+    raises(lambda: second.pin(taken), "no parameter of this engine")
+    raises(lambda: second.release(taken), "no parameter of this model")
+    trains(first, taken)
+    first.release(taken)
+    second.attach(mixed)
+    trains(second, mixed)
+
+
+# Engines and their scopes.
+
+
+@pytest.mark.parametrize("keywords", [
+    {"clip": math.nan}, {"clip": -1.0}, {"clip": "one"}, {"loss_scale": "0"}, {"loss_scale": "-1"},
+    {"loss_scale": "nan"}, {"loss_scale": math.inf}, {"device": 7}, {"device": "tpu"},
+    {"device_budget": object()}, {"device_budget": -1}, {"device_budget": [1]},
+    {"zero": "three"}, {"zero": 4}, {"zero": 1.5}, {"accumulation": 0}, {"accumulation": True},
+    {"nvme": 7}, {"nvme": [7]}, {"parameters": "tape"}, {"prefetch": "maybe"}, {"group": 7},
+    {"gradient_group": 7}, {"timeout": math.nan}, {"seed": "x"}, {"": 1}, {"nvme": {"a": 1}},
+])
+def test_an_engine_of_nonsense(keywords: dict[str, Any]) -> None:
+    raises(lambda: engine(**keywords), ".")
+
+
+def test_scopes_of_building_may_be_mixed_up() -> None:
+    paged, other = engine(), engine()
+    with paged.build():
+        first = net()
+        paged.attach(first)  # before it is over
+        trains(paged, first)
+        with other.build():
+            second = net()
+        third = net()
+    other.attach(second)
+    trains(other, second)
+    trains(paged, first)
+    paged.release(first)
+    paged.attach(third)
+    trains(paged, third)
+    with pytest.raises(KeyError), paged.build():
+        raise KeyError("mine")
+    with paged.build():
+        fourth = net()
+        paged.close()
+    raises(lambda: engine().attach(fourth), "went with its engine")
+    with pytest.raises(pagoda.UserError, match="closed"), paged.build():
+        pass
+    trains(other, second)
+
+
+def test_a_pin_outlives_its_engine_and_is_used_twice() -> None:
+    paged, model = engine(), net()
+    paged.attach(model)
+    pin = paged.pin(model)
+    with pin, pin:
+        array = model[0].weight.detach().numpy()
+    pin.release()
+    pin = paged.pin([model[0].weight, model[0].weight])
+    paged.close()
+    array = model[0].weight.detach().numpy().copy()
+    assert array.shape == (WIDTH, WIDTH)
+    pin.release()
+    with pytest.raises(RuntimeError, match="went with its engine"):
+        model[0].weight.sum()
+
+
+def test_clip_of_one_attach_is_not_the_next_ones() -> None:
+    paged, model = engine(), net()
+    paged.attach(model, clip=0.5)
+    assert paged.config["clip"] == 0.5
+    trains(paged, model)
+    paged.release(model)
+    raises(lambda: paged.attach(model, clip=0.25, lr=-1.0), "lr")
+    paged.attach(model)
+    assert paged.config["clip"] == 0
+    paged.backward(loss_of(model))
+    assert paged.step().norm is None
+    paged.release(model)
+    other = engine(clip=2.0)
+    other.attach(model, clip=1.0)
+    other.release(model)
+    other.attach(model)
+    assert other.config["clip"] == 2
+
+
+def test_release_gives_back_what_the_model_has_replaced() -> None:
+    paged, model = engine(), net()
+    paged.attach(model)
+    trains(paged, model)
+    old = model[1]
+    model[1] = torch.nn.Linear(WIDTH, WIDTH)
+    paged.release(model)
+    old.weight.detach().numpy()
+    paged.attach(model)
+    trains(paged, model)
+
+
+def test_the_optimizer_of_a_released_model_is_retired() -> None:
+    paged, model = engine(), net()
+    old = paged.attach(model)
+    schedule = torch.optim.lr_scheduler.StepLR(old, 1)
+    trains(paged, model)
+    paged.release(model)
+    new = paged.attach(model, lr=0.5)
+    for call in (old.step, old.zero_grad, old.state_dict, old.send):
+        raises(call, r"released: attach\(\) returns a new one")
+    schedule.step()
+    trains(paged, model)
+    assert new.param_groups[0]["lr"] == 0.5
+
+
+def test_before_the_first_step_the_optimizer_has_no_state_to_lose() -> None:
+    paged, model = engine(), net()
+    optimizer = paged.attach(model, lr=0.5)
+    state = optimizer.state_dict()
+    assert state["state"] == {}
+    state["param_groups"][0]["lr"] = 0.25
+    optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    plain = torch.optim.AdamW(net().parameters())
+    raises(lambda: optimizer.load_state_dict(plain.state_dict()), "of the optimizers")
+    raises(lambda: optimizer.load_state_dict({**state, "state": {0: {"step": 1}}}), "with moments")
+    raises(lambda: optimizer.load_state_dict(7), "state_dict")  # type: ignore[arg-type]
+    raises(lambda: optimizer.load_state_dict({"param_groups": [{}]}), "of the optimizers")
+    state["param_groups"][0]["lr"] = math.nan
+    raises(lambda: optimizer.load_state_dict(state), "lr = nan")
+    state["param_groups"][0]["params"].pop()
+    raises(lambda: optimizer.load_state_dict(state), "load_state_dict")
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    trains(paged, model)
+
+
+def test_torchs_own_checkpoints_make_no_step() -> None:
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    paged, model = engine(), net()
+    optimizer = paged.attach(model)
+    trains(paged, model)
+    with pytest.raises(pagoda.UserError, match="save_pretrained"):
+        get_optimizer_state_dict(model, optimizer)
+    assert paged.stats()["steps"] == 2
+
+
+def test_a_gradient_set_after_the_last_backward_never_spoils_a_step() -> None:
+    """Updates have begun by then, perhaps: the step is as if it had been set or not, never half."""
+    paged, model = engine(), net()
+    paged.attach(model, optimizer="sgd", lr=0.1)
+
+    def part(step: int) -> torch.Tensor:
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
+        return model[:2](x).square().mean()
+
+    for step in range(4):
+        paged.backward(part(step))
+        model[2].bias.grad = torch.ones(WIDTH)
+        before = parity.values(model)["2.bias"] if step == 0 else None
+        try:
+            paged.step()
+            assert before is None or torch.equal(parity.values(model)["2.bias"], before - 0.1)
+        except pagoda.UserError as error:
+            assert "p.grad of '2.bias' was set" in str(error)
+            model[2].bias.grad = None
+            paged.step()
+    assert paged.stats()["steps"] == 4

@@ -401,6 +401,7 @@ class BoundEngine final : public ::torch::CustomClassHolder {
 
   c10::intrusive_ptr<BoundPin> pin(const std::vector<at::Tensor>& parameters, bool write) {
     return telling([&] {
+      engine();
       auto out = c10::make_intrusive<BoundPin>();
       for (const at::Tensor& parameter : parameters) {
         // The pin of an engine that is gone must not reach into it.
