@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import json
+import threading
 import types
 import weakref
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +21,8 @@ from torch.nn.parameter import is_lazy
 from pagoda.activations import kept_off_the_device
 from pagoda.attachment import Attachment
 from pagoda.birth import birth_scope
-from pagoda.errors import UserError, translated
+from pagoda.endings import is_failure, text_of, watch
+from pagoda.errors import EngineError, UserError, translated
 from pagoda.export import save
 from pagoda.library import Handle, make_engine
 from pagoda.optimizer import KINDS, Optimizer, constants_of, group_defaults, number
@@ -113,11 +115,13 @@ class Engine:
     has not been initialized, of torchrun's environment. The engine makes groups of its own beside
     them, over Gloo; gradients go over `gradient_group` where one is given, which has the same ranks
     and belongs to the engine alone: `torch.distributed.new_group(backend="nccl")`. With several
-    ranks attach(), step(), join(), grad(), grad_norm(), release() and save_pretrained() are
-    collectives.
+    ranks attach(), step(), join(), zero_grad(), grad(), grad_norm(), release() and
+    save_pretrained() are collectives: every rank calls them in the same order, and ranks that are
+    in different calls get an error that names both sides.
 
     An engine ends with close(), with its `with` block, or when it is dropped. Parameters that were
-    not released by then throw when they are used.
+    not released by then throw when they are used. A rank that ends with an exception tells the
+    others, which raise it.
 
     >>> import torch, pagoda
     >>> with pagoda.Engine(device="cpu", device_budget="1MiB") as engine:
@@ -139,6 +143,7 @@ class Engine:
         self._handle: Handle = make_engine(text, *boxed, group is None)
         # Not a destructor: it may not run while Python's lock is held.
         self._end = weakref.finalize(self, self._handle.close)
+        self._told = watch(self._handle)  # after finalize: at exit what is told comes first
         self._model: torch.nn.Module | None = None
         self._optimizer: Optimizer | None = None
         self._attachment: Attachment | None = None
@@ -157,6 +162,8 @@ class Engine:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
+        if error is not None and is_failure(error):
+            self._told.fail(error)  # or the others would wait for this rank
         self.close()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -246,6 +253,7 @@ class Engine:
         said = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
                 "momentum": momentum, "dampening": dampening, "nesterov": nesterov}
         named = dict(model.named_parameters())
+        buffers = dict(model.named_buffers())
         if groups is None:
             groups = [{"params": [p for p in named.values() if p.requires_grad]}]
         resolved = self._groups(groups, optimizer, said)
@@ -265,7 +273,8 @@ class Engine:
                     list(named), list(named.values()),
                     [number_of.get(id(parameter), -1) for parameter in named.values()],
                     [group["optimizer"] for group in facade.param_groups],
-                    [constants_of(group) for group in facade.param_groups])
+                    [constants_of(group) for group in facade.param_groups],
+                    list(buffers), list(buffers.values()))
             except RuntimeError as error:
                 with suppress(RuntimeError):  # the engine has failed
                     self._handle.set_clip(self._clip)
@@ -336,7 +345,8 @@ class Engine:
                         max_shard_bytes: int = 5_000_000_000) -> None:
         """Writes the model (the attached one) as a Hugging Face directory: safetensors files and
         its configuration; of a peft model, its adapters. One page is in memory at a time, and files
-        of before are replaced when all new ones are there. Rank 0 writes.
+        of before are replaced when all new ones are there. Rank 0 writes; if it cannot, all ranks
+        raise, and may go on.
         """
         model = self._model if model is None else _module(model)
         if model is None:
@@ -347,12 +357,27 @@ class Engine:
                 max_shard_bytes < 1):
             raise UserError(f"max_shard_bytes = {max_shard_bytes!r} is not allowed: it takes a whole "
                             "number of bytes, at least 1")
-        if self.rank == 0:
-            self._save(directory, model, max_shard_bytes)
-        else:
-            self.finish()
+        with self._together("save_pretrained"):
+            if self.rank == 0:
+                self._save(directory, model, max_shard_bytes)
+            else:
+                self.finish()
+
+    @contextmanager
+    def _together(self, call: str) -> Iterator[None]:
+        """Around a collective call: all ranks are in it, and what one of them raises, all do."""
         with translated():
-            self._handle.barrier()
+            self._handle.begin_call(call)
+        try:
+            yield
+        except EngineError:
+            raise  # the others hear it from the engine
+        except BaseException as error:
+            with translated():
+                self._handle.end_call(f"{call}(): {text_of(error)}")
+            raise
+        with translated():
+            self._handle.end_call("")
 
     def _save(self, directory: str | Path, model: torch.nn.Module,
               max_shard_bytes: int = 5_000_000_000) -> None:
@@ -365,6 +390,7 @@ class Engine:
     def backward(self, loss: torch.Tensor, last: bool | None = None) -> None:
         """One micro-batch. `last`: no other comes before step(), so that updates may begin; by
         default the `accumulation`-th since the last step is."""
+        self._told.thread = threading.get_ident()
         self.optimizer.send()
         if not isinstance(loss, torch.Tensor):
             raise UserError(f"backward() takes the loss, a tensor, and not {_a(loss)}")

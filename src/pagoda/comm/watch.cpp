@@ -14,6 +14,8 @@ namespace {
 constexpr char kBeat = 'b';
 constexpr char kLeft = 'l';
 constexpr char kFailed = 'f';
+// Between a beat and its note.
+constexpr char kNote = '\n';
 
 std::string seconds_text(std::chrono::milliseconds time) {
   return fmt::format("{} s", static_cast<double>(time.count()) / 1000);
@@ -28,7 +30,11 @@ Watch::Watch(World& world, Options options, OnFailure on_failure)
                     "a watch's time-out is several intervals long");
   PAGODA_REQUIRE(on_failure_ != nullptr);
   for (int r = 0; r < world.size(); ++r) {
-    if (r != world.rank()) peers_.push_back({.rank = r, .last = {}, .changed = now_ns()});
+    if (r == world.rank()) continue;
+    Peer peer;
+    peer.rank = r;
+    peer.changed = peer.noted = now_ns();
+    peers_.push_back(std::move(peer));
   }
   if (!peers_.empty()) thread_ = std::thread([this] { run(); });
 }
@@ -65,8 +71,11 @@ void Watch::run() {
   while (!stopping_) {
     lock.unlock();
     try {
-      post(kBeat + std::to_string(++beats_));
+      std::string beat = kBeat + std::to_string(++beats_);
+      if (options_.note) beat += kNote + options_.note();
+      post(beat);
       look();
+      if (options_.on_notes) tell_notes();
     } catch (const std::exception& error) {
       const int holder = world_.board_rank();
       report(holder, holder < 0 ? fmt::format("the board of the ranks is lost: {}", error.what())
@@ -86,6 +95,12 @@ void Watch::look() {
       peer.last = std::move(*value);
       peer.changed = now_ns();
       peer.left = peer.last.front() == kLeft;
+      const std::size_t note = peer.last.find(kNote);
+      if (peer.last.front() == kBeat && note != std::string::npos &&
+          peer.last.substr(note + 1) != peer.note) {
+        peer.note = peer.last.substr(note + 1);
+        peer.noted = peer.changed;
+      }
       if (peer.last.front() == kFailed) {
         report(peer.rank, fmt::format("rank {} failed: {}", peer.rank, peer.last.substr(1)));
       }
@@ -95,6 +110,14 @@ void Watch::look() {
                          peer.rank, seconds_text(options_.timeout)));
     }
   }
+}
+
+void Watch::tell_notes() {
+  std::vector<PeerNote> notes;
+  for (const Peer& peer : peers_) {
+    notes.push_back({peer.rank, peer.note, now_ns() - peer.noted, peer.left});
+  }
+  options_.on_notes(notes);
 }
 
 void Watch::report(int rank, std::string reason) {

@@ -9,7 +9,6 @@
 #include "pagoda/base/trace.h"
 #include "pagoda/engine/backend.h"
 #include "pagoda/engine/runtime.h"
-#include "pagoda/io/checksum.h"
 
 namespace pagoda::engine {
 namespace {
@@ -105,66 +104,146 @@ void fit(const std::vector<Need>& needs, const Room& device, const Room& host, c
       has_nvme ? fmt::format(" and {} on NVMe", format_bytes(nvme.free)) : "", help));
 }
 
+/// Whether all ranks have buffers of the same names and sizes: others cannot be compared.
+bool equal_buffers(const std::vector<BufferSpec>& buffers, comm::Group& group) {
+  Settings mine;
+  for (const BufferSpec& buffer : buffers) mine.add(buffer.name, std::to_string(buffer.bytes));
+  try {
+    mine.require_equal(group);
+    return true;
+  } catch (const Diverged& error) {
+    if (group.rank() == 0) {
+      log::warn("engine", "the model's buffers are left as they are on each rank",
+                {{"cause", error.message()}});
+    }
+    return false;
+  }
+}
+
 }  // namespace
 
-void Runtime::attach(const std::vector<Page*>& pages, std::vector<TrainedSpec> specs,
-                     std::vector<Optimizer> groups) {
+std::vector<Page*> Runtime::attach(const std::vector<Page*>& pages, std::vector<TrainedSpec> specs,
+                                   std::vector<Optimizer> groups) {
+  return attach([&] { return ModelSpec{pages, std::move(specs), std::move(groups), {}}; });
+}
+
+std::vector<Page*> Runtime::attach(const std::function<ModelSpec()>& describe) {
   check();
   PAGODA_REQUIRE(trained_.empty(), "a model is attached already: release() it first");
-  for (const Optimizer& rule : groups) optim::require_valid(rule);
   PAGODA_TRACE("engine", "attach");
+  const Whereabouts::Inside inside(whereabouts_, in_call(Call::Attach).where());
+  meet(in_call(Call::Attach));
+  // Up to the last all_or_none() a UserError comes on all ranks or on none of them.
   try {
-    groups_ = std::move(groups);
-    for (TrainedSpec& spec : specs) {
-      auto page = std::make_unique<TrainedPage>();
-      page->page = spec.page;
-      page->number = static_cast<std::uint32_t>(trained_.size());
-      page->dtype = spec.dtype;
-      page->gradient_dtype =
-          config_.gradient_dtype == GradientType::Fp32 ? kernels::Dtype::F32 : spec.dtype;
-      page->segments = std::move(spec.segments);
-      page->parameters = std::move(spec.parameters);
-      page->reduced = pager_->shard_of(*spec.page);
-      page->updated = config_.zero == 0 ? Range{0, spec.page->elements} : page->reduced;
-      page->gradient_range = page->updated;
-      trained_.push_back(std::move(page));
-    }
-    pages_ = pages;
-    std::vector<TrainedPage*> order;  // gradients come last parameter first, until more is known
-    for (auto page = trained_.rbegin(); page != trained_.rend(); ++page) {
-      order.push_back(page->get());
-    }
-    reducer_->set_order(std::move(order));  // takes its buffers before states fill the host
+    ModelSpec model;
+    all_or_none(control_.get(), [&] { model = describe(); });
+    if (!alone()) settings(model).require_equal(*control_);
+    all_or_none(control_.get(), [&] { prepare(model); });
     // What build() wrote goes home: once attached, it would wait in a copy for the first step().
     for (Page* page : pages_) pager_->write_back(*page);
+    std::vector<Page*> overwritten;
+    if (!alone()) {
+      shards_->share(model.pages);
+      overwritten = start_with_values_of_rank_0(model);
+    }
+    all_or_none(control_.get(), [&] {
+      place(model.pages);
+      allocate_states();
+    });
     {
       const auto lock = pager_->lock();
       for (Page* page : pages_) page->attached = true;
     }
-    check_fit(pages);
-    if (!alone()) check_equal_on_all_ranks(pages);
-    place(pages);
-    for (const auto& page : trained_) {
-      const Optimizer& rule = groups_[page->parameters[0].group];
-      const optim::StateLayout layout = updater_->layout(*page, rule);
-      page->gradient = tiers_->allocate(page->gradient_bytes(), pager_placement(config_.gradients),
-                                        pager::tag::kGradients, page->page->name);
-      page->state =
-          tiers_->allocate(layout.bytes(page->updated.size()), pager_placement(config_.optimizer),
-                           pager::tag::kOptimizer, page->page->name);
-      updater_->add(*page, rule);
-    }
     if (early_mode() != EarlyUpdates::Mode::Never) make_room_for_early_updates();
-    if (!alone()) control_->barrier();  // from here on others may pull
-    left_free_ = {};                    // what was left is for activations now
+    left_free_ = {};  // what was left is for activations now
     trace_.stepped(steps_);
+    return overwritten;
   } catch (const UserError&) {
     forget_trained();
-    if (!alone()) fail(std::current_exception());  // the others wait for this rank
     throw;
   } catch (...) {
     forget_trained();
     fail_and_throw();
+  }
+}
+
+/// Everything that needs no other rank, and moves nothing.
+void Runtime::prepare(ModelSpec& model) {
+  for (const Optimizer& rule : model.groups) optim::require_valid(rule);
+  groups_ = std::move(model.groups);
+  rules_.store(hash_of(groups_), std::memory_order_relaxed);
+  pages_ = model.pages;
+  add_trained(model.trained);
+  std::vector<TrainedPage*> order;  // gradients come last parameter first, until more is known
+  for (auto page = trained_.rbegin(); page != trained_.rend(); ++page) {
+    order.push_back(page->get());
+  }
+  reducer_->set_order(std::move(order));  // takes its buffers before states fill the host
+  check_fit(pages_);
+}
+
+void Runtime::add_trained(std::vector<TrainedSpec>& specs) {
+  for (TrainedSpec& spec : specs) {
+    auto page = std::make_unique<TrainedPage>();
+    page->page = spec.page;
+    page->number = static_cast<std::uint32_t>(trained_.size());
+    page->dtype = spec.dtype;
+    page->gradient_dtype =
+        config_.gradient_dtype == GradientType::Fp32 ? kernels::Dtype::F32 : spec.dtype;
+    page->segments = std::move(spec.segments);
+    page->parameters = std::move(spec.parameters);
+    page->reduced = pager_->shard_of(*spec.page);
+    page->updated = config_.zero == 0 ? Range{0, spec.page->elements} : page->reduced;
+    page->gradient_range = page->updated;
+    trained_.push_back(std::move(page));
+  }
+}
+
+/// What would make ranks diverge if it differed. Budgets, places, threads and the number of
+/// micro-batches may.
+Settings Runtime::settings(const ModelSpec& model) const {
+  Settings out;
+  for (const char* key : {"zero", "gradient_dtype", "reduction", "clip", "clip_ahead", "loss_scale",
+                          "loss_scale_initial", "loss_scale_minimum", "loss_scale_window", "master",
+                          "moments", "seed", "bucket", "initial"}) {
+    out.add(key, config_.get(key));
+  }
+  out.add("the number of parameters", std::to_string(model.pages.size()));
+  std::vector<const TrainedSpec*> trained(model.pages.size());
+  for (const TrainedSpec& spec : model.trained) {
+    const auto at = std::find(model.pages.begin(), model.pages.end(), spec.page);
+    trained[static_cast<std::size_t>(at - model.pages.begin())] = &spec;
+  }
+  for (std::size_t i = 0; i < model.pages.size(); ++i) {
+    std::string groups;
+    if (trained[i] != nullptr) {
+      for (const optim::TrainedParameter& parameter : trained[i]->parameters) {
+        groups += fmt::format("{}{}", groups.empty() ? "" : ", ", parameter.group);
+      }
+    }
+    const Page& page = *model.pages[i];
+    out.add(fmt::format("parameter {}", i),
+            fmt::format("'{}' ({} elements of {} bytes, {})", page.name, page.elements,
+                        page.element_size,
+                        trained[i] == nullptr ? "not trained" : "trained in group " + groups));
+  }
+  out.add("the number of groups", std::to_string(model.groups.size()));
+  for (std::size_t i = 0; i < model.groups.size(); ++i) {
+    out.add(fmt::format("the optimizer of group {}", i), text_of(model.groups[i]));
+  }
+  return out;
+}
+
+void Runtime::allocate_states() {
+  for (const auto& page : trained_) {
+    const Optimizer& rule = groups_[page->parameters[0].group];
+    const optim::StateLayout layout = updater_->layout(*page, rule);
+    page->gradient = tiers_->allocate(page->gradient_bytes(), pager_placement(config_.gradients),
+                                      pager::tag::kGradients, page->page->name);
+    page->state =
+        tiers_->allocate(layout.bytes(page->updated.size()), pager_placement(config_.optimizer),
+                         pager::tag::kOptimizer, page->page->name);
+    updater_->add(*page, rule);
   }
 }
 
@@ -214,19 +293,36 @@ void Runtime::make_room_for_early_updates() {
             {{"pages", without}, {"of", trained_.size()}});
 }
 
+/// A page of which this rank has a shard stays, also if its storage dies: others may read it.
 void Runtime::forget_trained() {
   reducer_->set_order({});
   for (const auto& page : trained_) updater_->remove(*page);
+  early_->forget();
   trained_.clear();
   const auto lock = pager_->lock();
-  for (Page* page : pages_) page->attached = false;
+  for (Page* page : pages_) page->attached = !page->whole_home();
   pages_.clear();
 }
 
-void Runtime::detach() {
-  settle();
-  reducer_->set_order({});
-  forget_trained();
+void Runtime::release(const std::function<void()>& copy) {
+  const Whereabouts::Inside inside(whereabouts_, in_call(Call::Release).where());
+  meet(in_call(Call::Release));
+  try {
+    settle();  // what early updates have computed was never seen, and is forgotten
+    check_order();
+    // Nobody forgets anything before all have what they need of it.
+    all_or_none(control_.get(), copy);
+    forget_trained();
+  } catch (const UserError&) {  // on all ranks, of which none has changed anything
+    throw;
+  } catch (...) {
+    fail_and_throw();
+  }
+}
+
+void Runtime::drop(Page& page) {
+  if (shards_ != nullptr) shards_->unshare(page);
+  pager_->drop(page);
 }
 
 /// Law 2: a plan that cannot fit fails before step 1 and says what would make it fit.
@@ -284,41 +380,40 @@ void Runtime::check_fit(const std::vector<Page*>& pages) {
   }
 }
 
-void Runtime::check_equal_on_all_ranks(const std::vector<Page*>& pages) {
-  struct Sum {
-    std::uint64_t elements;
-    std::uint64_t contents;
-  };
-  std::vector<Sum> mine;
-  std::vector<std::byte> buffer(config_.staging);
-  for (Page* page : pages) {
-    pager_->write_back(*page);
-    std::uint64_t contents = 0;
-    for (Bytes at = 0; at < page->bytes();) {
-      const std::span piece(buffer.data(), std::min<Bytes>(buffer.size(), page->bytes() - at));
-      tiers_->read(page->home, at, piece);
-      contents = contents * 0x9E3779B97F4A7C15U + io::checksum(piece);
-      at += piece.size();
+/// DDP's rule: what rank 0 has is what training starts from. Returns the pages that were changed
+/// here.
+std::vector<Page*> Runtime::start_with_values_of_rank_0(const ModelSpec& model) {
+  for (Page* page : model.pages) pager_->fill_blank(*page);
+  std::vector<BufferSpec> buffers;
+  if (equal_buffers(model.buffers, *control_)) buffers = model.buffers;
+  InitialValues values(*control_, *pager_);
+  values.compare(model.pages, buffers, config_.staging);
+  if (values.differing() == 0) return {};
+  if (config_.initial == Initial::Check) {
+    throw Diverged(fmt::format(
+        "ranks start with other values than rank 0: {}. Seed the ranks alike before the model is "
+        "built, load the same weights, or leave it to rank 0 (initial=\"broadcast\")",
+        values.text()));
+  }
+  std::vector<Page*> here = values.differing_here();
+  const bool shards = config_.zero == 3;
+  all_or_none(control_.get(), [&] {
+    for (Page* page : here) {
+      PAGODA_REQUIRE(pager_->evict(*page) || page->fixed,
+                     "parameter '{}' is pinned, and gets rank 0's values: end the pin before "
+                     "attach()",
+                     page->name);
     }
-    mine.push_back({page->elements, contents});
+    // What this rank keeps comes into what it keeps it in. Rank 0 needs whole pages until then.
+    if (shards && rank() != 0) place(model.pages);
+  });
+  values.send(shards);
+  values.send_buffers();
+  if (rank() == 0) {
+    log::warn("engine", "ranks started with different values: all have those of rank 0 now",
+              {{"differed", values.text()}});
   }
-  std::array<std::uint64_t, 1> count = {pages.size()};
-  control_->all_reduce_max(count);
-  PAGODA_REQUIRE_EQ(pages.size(), count[0], "ranks have models of different numbers of parameters");
-  std::vector<Sum> first = mine;
-  control_->broadcast(std::as_writable_bytes(std::span(first)), 0);
-  std::uint64_t differing = 0;
-  const Page* where = nullptr;
-  for (std::size_t i = 0; i < mine.size(); ++i) {
-    if (mine[i].elements == first[i].elements && mine[i].contents == first[i].contents) continue;
-    ++differing;
-    if (where == nullptr) where = pages[i];
-  }
-  PAGODA_REQUIRE(differing == 0,
-                 "rank {} starts with other values than rank 0 in {} of {} parameters, '{}' first: "
-                 "seed the ranks alike before the model is built, or load the same weights",
-                 world_->rank(), differing, mine.size(), where->name);
-  control_->barrier();
+  return here;
 }
 
 void Runtime::place(const std::vector<Page*>& pages) {

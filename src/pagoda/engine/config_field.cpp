@@ -220,6 +220,10 @@ std::vector<ConfigField> make_fields() {
       choice(PAGODA_FIELD(optimizer), places, "Where master weights and moments lie"),
       whole(PAGODA_FIELD(zero), 0U, 3U,
             "What ranks share out: 1 optimizer state, 2 gradients too, 3 parameters too"),
+      choice(PAGODA_FIELD(initial),
+             Words<Initial>{{Initial::Broadcast, "broadcast"}, {Initial::Check, "check"}},
+             "What attach does where ranks start with different values: broadcast takes rank 0's, "
+             "check is an error"),
       whole(PAGODA_FIELD(accumulation), 1U, kMost, "Micro-batches in a step"),
       choice(
           PAGODA_FIELD(gradient_dtype),
@@ -278,7 +282,9 @@ std::vector<ConfigField> make_fields() {
             "An embedding at least so large is read row by row where it lies in host memory, its "
             "rows updated before the rest; 0: always fetched whole"),
       bytes(PAGODA_FIELD(bucket), "Gradients that ranks reduce at a time"),
-      real(PAGODA_FIELD(timeout), false, "Seconds after which a silent rank is taken for lost"),
+      real(PAGODA_FIELD(timeout), false,
+           "Seconds after which a silent rank is taken for lost, and one that does nothing while "
+           "others wait for it is an error"),
       real(PAGODA_FIELD(heartbeat), false, "Seconds between signs of life of a rank"),
       truth(PAGODA_FIELD(check_order), "Check that every access of device memory is ordered; slow"),
       text_field(PAGODA_FIELD(trace), "path", nullptr,

@@ -140,9 +140,21 @@ void EarlyUpdates::step_waits(const std::vector<Optimizer>& rules) {
 void EarlyUpdates::step_ends(bool clipped) {
   const Lock lock(mutex_);
   trusted_ = !clipped;
+  ++step_;
+  end_window(lock);
+}
+
+void EarlyUpdates::forget() {
+  const Lock lock(mutex_);
+  trusted_ = false;
+  step_ = 1;
+  habits_.clear();
+  end_window(lock);
+}
+
+void EarlyUpdates::end_window(const Lock& /*lock*/) {
   held_back_ = in_step_ = false;
   pass_ = Pass::None;
-  ++step_;
   for (const TrainedPage* page : begun_) pager_.end_supersede(*page->page);
   begun_.clear();
 }

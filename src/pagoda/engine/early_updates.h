@@ -60,6 +60,8 @@ class EarlyUpdates {
   /// step() waits for the gradients of all ranks: a rank without a last pass has the same updates
   /// as the others, with these rules.
   void step_waits(const std::vector<Optimizer>& rules);
+  /// The model has gone, with its updates and habits.
+  void forget();
   /// step() has taken, or rolled back, what has begun. `clipped`: it did not take gradients as they
   /// are, so the next is not trusted to.
   void step_ends(bool clipped);
@@ -89,6 +91,7 @@ class EarlyUpdates {
   std::string_view when(const Lock& lock) const noexcept;
   void leave_to_step(std::string_view what, Lock& lock);
   void roll_back(std::span<optim::TrainedPage* const> pages);
+  void end_window(const Lock& lock);
   Habit& habit(const optim::TrainedPage& page, const Lock& lock);
 
   pager::Pager& pager_;

@@ -45,18 +45,22 @@ void read_flags(const std::byte* from, std::vector<bool>& present, bool& any) {
   }
 }
 
+bool in_backward(const Collective& rank) {
+  return rank.call == Call::Backward;
+}
+
 }  // namespace
 
-Reducer::Reducer(comm::Group* group, pager::Pager& pager, optim::Gradients& gradients,
+Reducer::Reducer(Groups groups, pager::Pager& pager, optim::Gradients& gradients,
                  optim::Updater& updater, EarlyUpdates& early, Options options)
-    : group_(group),
+    : groups_(groups),
       pager_(pager),
       gradients_(gradients),
       updater_(updater),
       early_(early),
-      options_(options),
-      ranks_(group == nullptr ? 1 : group->size()),
-      rank_(group == nullptr ? 0 : group->rank()),
+      options_(std::move(options)),
+      ranks_(groups.calls == nullptr ? 1 : groups.calls->size()),
+      rank_(groups.calls == nullptr ? 0 : groups.calls->rank()),
       stream_(pager.tiers().device()->make_stream({.name = "gradients out"})) {
   thread_ = std::jthread([this] {
     trace::name_thread("reduce");
@@ -213,13 +217,37 @@ void Reducer::end() {
   changed_.notify_all();
 }
 
-void Reducer::finish() {
+std::vector<Collective> Reducer::meet(Collective mine) {
+  announce(std::move(mine));
   Lock lock(mutex_);
-  if (!rounds_.empty()) rounds_.back()->over = true;
-  finishing_ = true;
-  changed_.notify_all();
-  changed_.wait(lock, [&] { return !finishing_ || error_ != nullptr; });
+  changed_.wait(lock, [&] { return !call_ || error_ != nullptr; });
   if (error_ != nullptr) std::rethrow_exception(error_);
+  return met_;
+}
+
+void Reducer::announce(Collective mine) {
+  const Lock lock(mutex_);
+  if (!rounds_.empty()) rounds_.back()->over = true;
+  call_ = std::move(mine);
+  changed_.notify_all();
+}
+
+bool Reducer::met() const {
+  const Lock lock(mutex_);
+  return !call_ || error_ != nullptr;
+}
+
+Nanos Reducer::waiting() const noexcept {
+  const Nanos since = waits_since_.load(std::memory_order_relaxed);
+  return since == 0 ? 0 : now_ns() - since;
+}
+
+/// Does what needs other ranks: for so long this one waits for them.
+template <class Work>
+void Reducer::with_others(const Work& work) {
+  waits_since_.store(now_ns(), std::memory_order_relaxed);
+  work();
+  waits_since_.store(0, std::memory_order_relaxed);
 }
 
 std::vector<std::uint32_t> Reducer::arrival_order() const {
@@ -242,24 +270,29 @@ void Reducer::run() {
   Lock lock(mutex_);
   try {
     for (;;) {
-      changed_.wait(
-          lock, [&] { return stopping_ || error_ != nullptr || !rounds_.empty() || finishing_; });
+      changed_.wait(lock,
+                    [&] { return stopping_ || error_ != nullptr || !rounds_.empty() || call_; });
       if (stopping_ || error_ != nullptr) return;
-      if (group_ == nullptr) {
+      if (groups_.calls == nullptr) {
         run_alone(lock);
         continue;
       }
-      // A round begins where any rank has a micro-batch; the step, where none has.
+      // A round begins where any rank has a micro-batch; a call, where none has.
       Round* round = rounds_.empty() ? nullptr : rounds_.front().get();
+      const Collective mine = round != nullptr ? options_.in_backward() : *call_;
       lock.unlock();
-      std::uint64_t mine = round != nullptr ? 1 : 0;
-      group_->all_reduce_max({&mine, 1});
+      std::vector<Collective> all;
+      with_others([&] { all = engine::exchange(*groups_.calls, mine); });
+      const bool none = std::none_of(all.begin(), all.end(), in_backward);
+      if (none) (void)call_of_all(all);
       lock.lock();
-      if (mine == 0) {
-        finishing_ = false;
+      if (none) {
+        met_ = std::move(all);
+        call_.reset();
         changed_.notify_all();
         continue;
       }
+      may_begin_ = allows_early(mine, all);
       run_round(round, lock);
       if (round != nullptr) {
         if (round->order.size() >= arrival_order_.size()) arrival_order_ = round->order;
@@ -285,10 +318,24 @@ void Reducer::run() {
   }
 }
 
+/// Whether this rank has nothing against updates that begin before step(): they use the constants
+/// that the ranks with a micro-batch have.
+bool Reducer::allows_early(const Collective& mine, std::span<const Collective> all) const {
+  if (mine.call == Call::Backward) return true;
+  if (mine.call != Call::Step && mine.call != Call::Join && mine.call != Call::Grad &&
+      mine.call != Call::GradNorm) {
+    return false;
+  }
+  return std::all_of(all.begin(), all.end(), [&](const Collective& one) {
+    return one.call != Call::Backward || one.rules == mine.rules;
+  });
+}
+
 /// Without other ranks, gradients are added as they come.
 void Reducer::run_alone(Lock& lock) {
   if (rounds_.empty()) {
-    finishing_ = false;
+    met_ = {*call_};
+    call_.reset();
     changed_.notify_all();
     return;
   }
@@ -424,7 +471,7 @@ void Reducer::exchange(std::span<const Item> bucket, Round* round) {
     in += own_bytes;
   }
   stream_->synchronize();
-  group_->all_to_all(to, from);
+  with_others([&] { groups_.gradients->all_to_all(to, from); });
 
   std::vector<const std::byte*> messages(ranks);
   for (std::size_t r = 0; r < ranks; ++r) {
@@ -461,7 +508,7 @@ void Reducer::exchange(std::span<const Item> bucket, Round* round) {
 
 /// Whether this rank has nothing against an update of the page at the end of this round.
 bool Reducer::ask(TrainedPage& page, const Round* round) {
-  if (round != nullptr && !round->last) return false;
+  if (!may_begin_ || (round != nullptr && !round->last)) return false;
   return early_.ask(page, round != nullptr && round->arrived[page.number].has_value());
 }
 

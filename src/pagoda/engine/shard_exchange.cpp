@@ -35,12 +35,54 @@ ShardExchange::~ShardExchange() {
 }
 
 void ShardExchange::pull(pager::PageId page, std::uint64_t version, std::span<const Piece> pieces) {
+  const std::uint64_t key = key_of(page);
   std::vector<comm::Pull> pulls;
   pulls.reserve(pieces.size());
   for (const Piece& piece : pieces) {
-    pulls.push_back({piece.rank, page, version, piece.begin, piece.to});
+    pulls.push_back({piece.rank, key, version, piece.begin, piece.to});
   }
   pulls_->pull(pulls);
+}
+
+void ShardExchange::share(std::span<Page* const> pages) {
+  const std::lock_guard lock(mutex_);
+  for (Page* page : pages) {
+    // A key of before stays good: another rank's prefetch may be on its way with it.
+    const std::uint64_t key = next_key_++;
+    shared_[page->id].page = page;
+    shared_[page->id].keys.push_back(key);
+    of_key_[key] = page->id;
+  }
+}
+
+void ShardExchange::unshare(const Page& page) {
+  std::unique_lock lock(mutex_);
+  const auto found = shared_.find(page.id);
+  if (found == shared_.end()) return;
+  for (const std::uint64_t key : found->second.keys) of_key_.erase(key);
+  changed_.wait(lock, [&] { return shared_.at(page.id).answering == 0; });
+  shared_.erase(page.id);
+  to_others_.erase(page.id);
+}
+
+std::uint64_t ShardExchange::key_of(pager::PageId page) {
+  const std::lock_guard lock(mutex_);
+  const auto found = shared_.find(page);
+  PAGODA_CHECK(found != shared_.end(), "page {} is not shared with other ranks", page);
+  return found->second.keys.back();
+}
+
+/// The page, which stays while the pointer lives; null where there is none.
+std::shared_ptr<Page> ShardExchange::find(std::uint64_t key) {
+  const std::lock_guard lock(mutex_);
+  const auto found = of_key_.find(key);
+  if (found == of_key_.end()) return nullptr;
+  Shared& shared = shared_.at(found->second);
+  ++shared.answering;
+  return {shared.page, [this](const Page* page) {
+            const std::lock_guard done(mutex_);
+            if (--shared_.at(page->id).answering == 0) changed_.notify_all();
+          }};
 }
 
 bool ShardExchange::part_updated(TrainedPage& page, std::uint64_t version) {
@@ -67,6 +109,7 @@ void ShardExchange::complete(TrainedPage& trained, std::uint64_t version) {
   PAGODA_TRACE("engine", "complete", {"page", page.name});
   pager::Tiers& tiers = pager_.tiers();
   const Bytes size = page.element_size;
+  const std::uint64_t key = key_of(page.id);
   const bool direct = tiers.in_place(page.home);
   std::vector<comm::Pull> pulls;
   std::vector<std::byte> buffer;
@@ -75,7 +118,7 @@ void ShardExchange::complete(TrainedPage& trained, std::uint64_t version) {
     if (rank == options_.rank || range.empty()) continue;
     if (direct) {
       pulls.push_back({rank,
-                       page.id,
+                       key,
                        version,
                        range.begin * size,
                        {page.home.data() + range.begin * size, range.size() * size}});
@@ -84,7 +127,7 @@ void ShardExchange::complete(TrainedPage& trained, std::uint64_t version) {
     const std::uint64_t most = std::max<Bytes>(size, options_.staging / size * size);
     for (Bytes at = range.begin * size; at < range.end * size;) {
       buffer.resize(std::min<Bytes>(most, range.end * size - at));
-      pulls_->pull(rank, page.id, version, at, buffer);
+      pulls_->pull(rank, key, version, at, buffer);
       tiers.write(page.home, at, buffer);
       at += buffer.size();
     }
@@ -100,9 +143,9 @@ void ShardExchange::settle() {
 
 /// Another rank asks for bytes of this rank's shard.
 void ShardExchange::serve(const comm::PullRequest& request, comm::PullReply& reply) {
-  Page* const found = pager_.find(static_cast<pager::PageId>(request.key));
+  const std::shared_ptr<Page> found = find(request.key);
   if (found == nullptr) {
-    reply.refuse(fmt::format("there is no page {}", request.key));
+    reply.refuse("the page has been released");
     return;
   }
   Page& page = *found;
@@ -110,9 +153,9 @@ void ShardExchange::serve(const comm::PullRequest& request, comm::PullReply& rep
   updater_.settle_part(page, request.version);
   const std::uint64_t wanted = pager_.add_reader(page);
   const auto reading = std::shared_ptr<void>(
-      nullptr, [this, &page, version = request.version, bytes = request.bytes](void*) {
-        pager_.remove_reader(page);
-        served(page, version, bytes);
+      nullptr, [this, found, version = request.version, bytes = request.bytes](void*) {
+        pager_.remove_reader(*found);
+        served(*found, version, bytes);
       });
   if (wanted != request.version) {  // its update may be under way
     reply.refuse(fmt::format("page '{}' has gone on from version {} to {}", page.name,

@@ -10,6 +10,7 @@
 #include <span>
 #include <string>
 #include <unordered_map>
+#include <vector>
 
 #include "pagoda/base/thread_pool.h"
 #include "pagoda/comm/pull_service.h"
@@ -42,6 +43,13 @@ class ShardExchange final : public pager::RemoteShards {
 
   void pull(pager::PageId page, std::uint64_t version, std::span<const Piece> pieces) override;
 
+  /// From now on other ranks may ask for these pages, and this one asks for theirs: under numbers
+  /// from 1 on that are the same on all ranks, which call this alike, and never used twice.
+  void share(std::span<pager::Page* const> pages);
+  /// Nobody needs the page any more, on any rank: whoever asks is refused. Returns when nobody is
+  /// being answered.
+  void unshare(const pager::Page& page);
+
   /// This rank's part of a page is up to date. False: the other ranks' parts are still to come.
   bool part_updated(optim::TrainedPage& page, std::uint64_t version);
   /// Returns when no page lacks other ranks' parts.
@@ -58,6 +66,15 @@ class ShardExchange final : public pager::RemoteShards {
     std::uint64_t version = 0;
     Bytes bytes = 0;
   };
+  /// A page that others may ask for.
+  struct Shared {
+    pager::Page* page = nullptr;
+    std::vector<std::uint64_t> keys;  // the last is what this rank asks for
+    std::size_t answering = 0;        // threads
+  };
+
+  std::uint64_t key_of(pager::PageId page);
+  std::shared_ptr<pager::Page> find(std::uint64_t key);
 
   void serve(const comm::PullRequest& request, comm::PullReply& reply);
   void served(const pager::Page& page, std::uint64_t version, Bytes bytes);
@@ -70,9 +87,12 @@ class ShardExchange final : public pager::RemoteShards {
 
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::size_t completing_ = 0;                           // guarded by mutex_
-  std::unordered_map<pager::PageId, Served> to_others_;  // guarded by mutex_
-  bool failed_ = false;                                  // guarded by mutex_
+  std::size_t completing_ = 0;                               // guarded by mutex_
+  std::unordered_map<pager::PageId, Served> to_others_;      // guarded by mutex_
+  std::unordered_map<pager::PageId, Shared> shared_;         // guarded by mutex_
+  std::unordered_map<std::uint64_t, pager::PageId> of_key_;  // guarded by mutex_
+  std::uint64_t next_key_ = 1;                               // guarded by mutex_
+  bool failed_ = false;                                      // guarded by mutex_
 
   std::unique_ptr<comm::PullService> pulls_;
   ThreadPool completers_;  // last: its threads use all of the above

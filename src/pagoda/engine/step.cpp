@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Runtime::step(): which pages owe an update, with which factor, and in which order they are made.
 #include <algorithm>
-#include <array>
 #include <cmath>
+#include <type_traits>
 #include <utility>
 
 #include "pagoda/base/error.h"
@@ -17,26 +17,69 @@ using optim::TrainedPage;
 using pager::Page;
 
 StepResult Runtime::step(const std::function<void(Page&)>& bumped) {
-  bool all_leaving = false;
-  const StepResult result = step_together(false, all_leaving, bumped);
+  const Whereabouts::Inside inside(whereabouts_, in_call(Call::Step).where());
+  meet(in_call(Call::Step));
+  const StepResult result = step_together(bumped);
   trace_.stepped(steps_);
   return result;
 }
 
 void Runtime::join(const std::function<void(Page&)>& bumped) {
-  for (bool all_leaving = false; !all_leaving;) {
-    step_together(true, all_leaving, bumped);
-    trace_.stepped(steps_);
+  const Whereabouts::Inside inside(whereabouts_, in_call(Call::Join).where());
+  for (;;) {
+    const Collective all = meet(in_call(Call::Join));
+    switch (all.call) {
+      case Call::ZeroGrad:
+        clear_gradients();
+        break;
+      case Call::GradNorm:
+        (void)norm_together();
+        break;
+      case Call::Grad: {
+        const TrainedPage& page = *trained_.at(all.value);
+        std::vector<float> nobody_looks(page.elements());
+        gather_gradient(page, nobody_looks);
+        break;
+      }
+      default:  // step(), or all have joined: what came since the last step is used
+        step_together(bumped);
+        trace_.stepped(steps_);
+        if (all.call == Call::Join) return;
+    }
   }
 }
 
-StepResult Runtime::step_together(bool leaving, bool& all_leaving,
-                                  const std::function<void(Page&)>& bumped) {
-  check();
+/// Ranks that step have the same constants. Those that have joined do not follow the others'
+/// schedules: they take what the first rank that steps has.
+void Runtime::take_rules(std::span<const Collective> ranks) {
+  auto first = std::find_if(ranks.begin(), ranks.end(),
+                            [](const Collective& one) { return one.call != Call::Join; });
+  if (first == ranks.end()) first = ranks.begin();
+  const auto other = [&](const Collective& one) { return one.rules != first->rules; };
+  if (std::none_of(ranks.begin(), ranks.end(), other)) return;
+  static_assert(std::is_trivially_copyable_v<Optimizer>);
+  std::vector<Optimizer> theirs = groups_;
+  control_->broadcast(std::as_writable_bytes(std::span(theirs)),
+                      static_cast<int>(first - ranks.begin()));
+  if (ranks[static_cast<std::size_t>(rank())].call == Call::Join) {
+    groups_ = std::move(theirs);
+    rules_.store(hash_of(groups_), std::memory_order_relaxed);
+  }
+  if (std::none_of(ranks.begin(), ranks.end(),
+                   [&](const Collective& one) { return one.call != Call::Join && other(one); })) {
+    return;
+  }
+  Settings rules;
+  for (std::size_t i = 0; i < groups_.size(); ++i) {
+    rules.add(fmt::format("the optimizer of group {}", i), text_of(groups_[i]));
+  }
+  rules.require_equal(*control_);
+}
+
+StepResult Runtime::step_together(const std::function<void(Page&)>& bumped) {
   PAGODA_TRACE("engine", "step");
   try {
-    early_->step_waits(groups_);
-    await_gradients();
+    if (!alone()) take_rules(ranks_met_);
     check_order();
 
     std::vector<TrainedPage*> pages;
@@ -53,14 +96,10 @@ StepResult Runtime::step_together(bool leaving, bool& all_leaving,
       if (page != nullptr && page->shared && (page->dirty || page->own_copy)) wrote = true;
     }
     if (!alone()) {
-      std::array<std::uint64_t, 3> flags = {wrote ? 1U : 0U, leaving ? 0U : 1U,
-                                            early_->given_up() ? 1U : 0U};
+      std::array<std::uint64_t, 2> flags = {wrote ? 1U : 0U, early_->given_up() ? 1U : 0U};
       control_->all_reduce_max(flags);
       wrote = flags[0] != 0;
-      all_leaving = flags[1] == 0;
-      if (flags[2] != 0) early_->give_up();
-    } else {
-      all_leaving = leaving;
+      if (flags[1] != 0) early_->give_up();
     }
     publish_writes(wrote);
 
@@ -109,6 +148,7 @@ StepResult Runtime::step_together(bool leaving, bool& all_leaving,
     }
     if (!pages.empty()) ++steps_;
     result.step = steps_;
+    whereabouts_.stepped(steps_);
     std::vector<Page*> pending;
     pending.reserve(pages.size());
     for (const TrainedPage* page : pages) pending.push_back(page->page);

@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <condition_variable>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -145,6 +146,18 @@ class Pager {
   void set_home_range(Page& page, Range range, Placement placement);
   /// Makes the resident copy the home: the page stays on the device for good.
   void fix(Page& page);
+
+  using ReadPiece = std::function<void(std::span<const std::byte>)>;
+  using WritePiece = std::function<void(std::span<std::byte>)>;
+  /// Hands over the bytes of elements that its home has, what user code has written included, in
+  /// pieces of at most `piece` bytes through the staging buffer. Nobody writes to the page.
+  void read_home(Page& page, Range elements, Bytes piece, const ReadPiece& read);
+  /// All bytes of its home become what `write` fills in, in pieces; copies elsewhere are dropped.
+  /// Nobody uses the page.
+  void write_home(Page& page, Bytes piece, const WritePiece& write);
+  /// A page that was never written becomes the zeros that an operator would see: other ranks may
+  /// read it.
+  void fill_blank(Page& page);
 
   /// From now on every touch throws `why`, with the page's storage.
   void refuse(std::string why) noexcept;

@@ -308,7 +308,13 @@ class BoundEngine final : public ::torch::CustomClassHolder {
       auto world = group.has_value() ? world_from_group(**group, over)
                    : from_env        ? world_from_env()
                                      : comm::make_solo_world();
-      Config parsed = Config::from_json(config);
+      Config parsed;
+      try {
+        parsed = Config::from_json(config);
+      } catch (const std::exception& error) {
+        world->give_up(error.what());  // the others shall not wait for this rank
+        throw;
+      }
       parsed.pin_advice =
           "pin it (with engine.pin(parameter):), or save the model with engine.save_pretrained()";
       engine_ = std::make_shared<Engine>(parsed, std::move(world));
@@ -330,10 +336,12 @@ class BoundEngine final : public ::torch::CustomClassHolder {
   /// `group_of`: of each parameter; negative: it is not trained.
   void attach(const std::vector<std::string>& names, const std::vector<at::Tensor>& tensors,
               const std::vector<std::int64_t>& group_of, const std::vector<std::string>& kinds,
-              const std::vector<Constants>& constants) {
+              const std::vector<Constants>& constants, const std::vector<std::string>& buffer_names,
+              const std::vector<at::Tensor>& buffer_tensors) {
     telling([&] {
       PAGODA_CHECK(names.size() == tensors.size() && names.size() == group_of.size() &&
-                   kinds.size() == constants.size());
+                   kinds.size() == constants.size() &&
+                   buffer_names.size() == buffer_tensors.size());
       std::vector<ParameterGroup> groups;
       for (std::size_t g = 0; g < kinds.size(); ++g) {
         groups.push_back({{}, rule_of(kinds[g], constants[g])});
@@ -344,7 +352,11 @@ class BoundEngine final : public ::torch::CustomClassHolder {
         if (group_of[i] < 0) continue;
         groups.at(static_cast<std::size_t>(group_of[i])).parameters.push_back(tensors[i]);
       }
-      engine().attach(parameters, std::move(groups));
+      std::vector<NamedTensor> buffers;
+      for (std::size_t i = 0; i < buffer_names.size(); ++i) {
+        buffers.emplace_back(buffer_names[i], buffer_tensors[i]);
+      }
+      engine().attach(parameters, std::move(groups), buffers);
     });
   }
 
@@ -372,6 +384,16 @@ class BoundEngine final : public ::torch::CustomClassHolder {
   }
   void barrier() {
     telling([&] { engine().barrier(); });
+  }
+  void begin_call(const std::string& label) {
+    telling([&] { engine().begin_call(label); });
+  }
+  void end_call(const std::string& error) {
+    telling([&] { engine().end_call(error); });
+  }
+  /// Also of an engine that has been closed: then there is nobody to tell.
+  void fail(const std::string& why) {
+    if (const auto engine = engine_) engine->fail(why);
   }
   void zero_grad() {
     telling([&] { engine().zero_grad(); });
@@ -491,6 +513,9 @@ TORCH_LIBRARY_FRAGMENT(pagoda, library) {
       .def("join", &BoundEngine::join)
       .def("finish", &BoundEngine::finish)
       .def("barrier", &BoundEngine::barrier)
+      .def("begin_call", &BoundEngine::begin_call)
+      .def("end_call", &BoundEngine::end_call)
+      .def("fail", &BoundEngine::fail)
       .def("zero_grad", &BoundEngine::zero_grad)
       .def("has_gradients", &BoundEngine::has_gradients)
       .def("set_loss_is_scaled", &BoundEngine::set_loss_is_scaled)

@@ -48,16 +48,18 @@ void Engine::attach(::torch::nn::Module& model, std::vector<ParameterGroup> grou
   Impl::check_modules(model);
   std::vector<NamedTensor> parameters;
   for (const auto& item : model.named_parameters()) parameters.emplace_back(item.pair());
-  impl_->attach(parameters, std::move(groups));
+  std::vector<NamedTensor> buffers;
+  for (const auto& item : model.named_buffers()) buffers.emplace_back(item.pair());
+  impl_->attach(parameters, std::move(groups), buffers);
 }
 
 void Engine::attach(::torch::nn::Module& model, const Optimizer& optimizer) {
   attach(model, std::vector<ParameterGroup>{{{}, optimizer}});
 }
 
-void Engine::attach(const std::vector<NamedTensor>& parameters,
-                    std::vector<ParameterGroup> groups) {
-  impl_->attach(parameters, std::move(groups));
+void Engine::attach(const std::vector<NamedTensor>& parameters, std::vector<ParameterGroup> groups,
+                    const std::vector<NamedTensor>& buffers) {
+  impl_->attach(parameters, std::move(groups), buffers);
 }
 
 void Engine::backward(const at::Tensor& loss, std::optional<bool> last) {
@@ -78,6 +80,18 @@ void Engine::finish() {
 
 void Engine::barrier() {
   impl_->runtime().barrier();
+}
+
+void Engine::begin_call(const std::string& label) {
+  impl_->runtime().begin_call(label);
+}
+
+void Engine::end_call(const std::string& error) {
+  impl_->runtime().end_call(error);
+}
+
+void Engine::fail(const std::string& why) {
+  impl_->runtime().fail(std::make_exception_ptr(EngineError(why)), log::Level::Debug);
 }
 
 void Engine::set_lr(double lr) {

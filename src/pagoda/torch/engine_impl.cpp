@@ -2,6 +2,7 @@
 #include "pagoda/torch/engine_impl.h"
 
 #include <algorithm>
+#include <cstring>
 #include <numeric>
 #include <unordered_set>
 #include <utility>
@@ -22,6 +23,30 @@
 #include "pagoda/torch/storage_table.h"
 
 namespace pagoda {
+namespace {
+
+/// Whether the tensor's bytes can be copied: those of meta, sparse and other tensors cannot.
+bool has_plain_bytes(const at::Tensor& tensor) {
+  return tensor.defined() && !tensor.is_meta() && tensor.layout() == at::kStrided &&
+         tensor.has_storage() && tensor.numel() > 0 && !tensor.is_quantized();
+}
+
+/// A buffer of the user's model, which ranks start with alike.
+engine::BufferSpec buffer_spec(const std::string& name, const at::Tensor& tensor) {
+  const auto bytes = static_cast<Bytes>(tensor.numel()) * tensor.element_size();
+  const auto read = [tensor](std::span<std::byte> to) {
+    const at::Tensor plain = tensor.detach().resolve_conj().resolve_neg().to(at::kCPU).contiguous();
+    std::memcpy(to.data(), plain.const_data_ptr(), to.size());
+  };
+  const auto write = [tensor](std::span<const std::byte> from) {
+    const at::Tensor plain = at::from_blob(const_cast<std::byte*>(from.data()), tensor.sizes(),
+                                           at::TensorOptions().dtype(tensor.dtype()));
+    tensor.detach().copy_(plain);
+  };
+  return {name, bytes, read, write};
+}
+
+}  // namespace
 
 Engine::Impl::Impl(const Config& config, std::shared_ptr<comm::World> world)
     : runtime_(std::make_unique<engine::Runtime>(config, std::move(world))) {
@@ -40,8 +65,7 @@ Engine::Impl::~Impl() {
   }
   if (std::uncaught_exceptions() > 0 && !runtime_->failed() && runtime_->ranks() > 1) {
     // The other ranks shall not wait for one that is on its way out.
-    runtime_->fail(std::make_exception_ptr(
-        EngineError(fmt::format("rank {} ended with an exception", runtime_->rank()))));
+    runtime_->fail(std::make_exception_ptr(EngineError("it ended with an exception")));
   }
   for (auto& [key, storage] : storages_) torch::StorageTable::instance().erase(storage->key());
   torch::observer::remove();
@@ -277,10 +301,39 @@ std::vector<optim::Segment> Engine::Impl::segments_of(const at::Tensor& tensor,
   return out;
 }
 
-void Engine::Impl::attach(const std::vector<NamedTensor>& model,
-                          std::vector<ParameterGroup> groups) {
+void Engine::Impl::attach(const std::vector<NamedTensor>& model, std::vector<ParameterGroup> groups,
+                          const std::vector<NamedTensor>& buffers) {
   runtime_->check();
   PAGODA_REQUIRE(parameters_.empty(), "a model is attached already: release() it first");
+  std::vector<at::Tensor> trained;
+  try {
+    const std::vector<pager::Page*> changed = runtime_->attach([&] {
+      engine::ModelSpec spec = describe(model, groups, trained);
+      for (const auto& [name, tensor] : buffers) {
+        if (has_plain_bytes(tensor) && find(tensor) == nullptr) {
+          spec.buffers.push_back(buffer_spec(name, tensor));
+        }
+      }
+      return spec;
+    });
+    set_hooks(trained);
+    for (const auto& [name, tensor] : model) {
+      const pager::Page* page = find(tensor)->page();
+      if (std::find(changed.begin(), changed.end(), page) != changed.end()) {
+        torch::bump_version(tensor);
+      }
+    }
+  } catch (...) {
+    forget_parameters();
+    throw;
+  }
+}
+
+/// The model as the runtime takes it: its parameters become pages. `trained`: the tensors that
+/// parameters_ is about.
+engine::ModelSpec Engine::Impl::describe(const std::vector<NamedTensor>& model,
+                                         const std::vector<ParameterGroup>& groups,
+                                         std::vector<at::Tensor>& trained) {
   PAGODA_REQUIRE(!groups.empty(), "there is no optimizer");
   for (const ParameterGroup& group : groups) optim::require_valid(group.optimizer);
   torch::require_pageable(model, device());
@@ -300,17 +353,10 @@ void Engine::Impl::attach(const std::vector<NamedTensor>& model,
     require_ours_or_nobodys(tensor, name);
     if (trains(tensor)) torch::require_trainable(tensor, name);
   }
-  struct Unfinished {  // what fails half-way leaves nothing attached
-    std::vector<Parameter>* parameters;
-    ~Unfinished() {
-      if (parameters != nullptr) parameters->clear();
-    }
-  } unfinished{&parameters_};
   std::vector<pager::Page*> pages;
   std::vector<engine::TrainedSpec> specs;
   std::unordered_map<const pager::Page*, std::size_t> spec_of;
-  std::vector<std::pair<at::Tensor, std::size_t>> trained;  // tensor, spec
-  std::unordered_map<const c10::TensorImpl*, bool> seen;    // tied parameters come once
+  std::unordered_map<const c10::TensorImpl*, bool> seen;  // tied parameters come once
   for (const auto& [name, tensor] : model) {
     if (!seen.emplace(tensor.unsafeGetTensorImpl(), true).second) continue;
     const auto index = static_cast<std::uint32_t>(seen.size() - 1);
@@ -337,53 +383,51 @@ void Engine::Impl::attach(const std::vector<NamedTensor>& model,
                         nullptr,
                         0,
                         0};
-    trained.emplace_back(tensor, spec->second);
+    trained.push_back(tensor);
     parameters_.push_back(std::move(parameter));
   }
-  try {
-    for (engine::TrainedSpec& spec : specs) {
-      std::sort(spec.segments.begin(), spec.segments.end(),
-                [](const auto& a, const auto& b) { return a.range.begin < b.range.begin; });
-      for (std::size_t i = 1; i < spec.segments.size(); ++i) {
-        PAGODA_REQUIRE_GE(spec.segments[i].range.begin, spec.segments[i - 1].range.end,
-                          "two parameters share elements of the storage of '{}': tie them by using "
-                          "one parameter twice",
-                          spec.page->name);
-      }
+  for (engine::TrainedSpec& spec : specs) {
+    std::sort(spec.segments.begin(), spec.segments.end(),
+              [](const auto& a, const auto& b) { return a.range.begin < b.range.begin; });
+    for (std::size_t i = 1; i < spec.segments.size(); ++i) {
+      PAGODA_REQUIRE_GE(spec.segments[i].range.begin, spec.segments[i - 1].range.end,
+                        "two parameters share elements of the storage of '{}': tie them by using "
+                        "one parameter twice",
+                        spec.page->name);
     }
-    std::vector<Optimizer> rules;
-    for (const ParameterGroup& group : groups) rules.push_back(group.optimizer);
-    std::vector<const pager::Page*> page_of_spec;
-    for (const auto& spec : specs) page_of_spec.push_back(spec.page);
-    runtime_->attach(pages, std::move(specs), std::move(rules));
-    for (std::size_t i = 0; i < parameters_.size(); ++i) {
-      Parameter& parameter = parameters_[i];
-      parameter.page = runtime_->trained(*parameter.storage->page());
-      auto& sharing = of_page_[parameter.storage->page()];
-      sharing.push_back(i);
-      parameter.storage->set_parameters(sharing.size());
-      parameter.attached =
-          std::make_unique<torch::AttachedParameter>(torch::AttachedParameter{this, i});
-      parameter.key = trained[i].first.unsafeGetTensorImpl();
-      torch::ParameterTable::instance().insert(parameter.key, *parameter.attached);
-      parameter.hook = torch::set_gradient_hook(
-          trained[i].first, {[this, i] { gradient_comes(i); },
-                             [this, i](const at::Tensor& tensor) { gradient_ready(i, tensor); }});
-    }
-  } catch (...) {
-    for (const Parameter& parameter : parameters_) {
-      if (parameter.key == nullptr) continue;
-      torch::ParameterTable::instance().erase(parameter.key);
-      if (auto alive = parameter.tensor.lock()) {
-        torch::remove_gradient_hook(at::Tensor(std::move(alive)));
-      }
-    }
-    parameters_.clear();
-    of_page_.clear();
-    if (!runtime_->failed()) runtime_->detach();
-    throw;
   }
-  unfinished.parameters = nullptr;
+  std::vector<Optimizer> rules;
+  for (const ParameterGroup& group : groups) rules.push_back(group.optimizer);
+  return {std::move(pages), std::move(specs), std::move(rules), {}};
+}
+
+void Engine::Impl::set_hooks(const std::vector<at::Tensor>& trained) {
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    Parameter& parameter = parameters_[i];
+    parameter.page = runtime_->trained(*parameter.storage->page());
+    auto& sharing = of_page_[parameter.storage->page()];
+    sharing.push_back(i);
+    parameter.storage->set_parameters(sharing.size());
+    parameter.attached =
+        std::make_unique<torch::AttachedParameter>(torch::AttachedParameter{this, i});
+    parameter.key = trained[i].unsafeGetTensorImpl();
+    torch::ParameterTable::instance().insert(parameter.key, *parameter.attached);
+    parameter.hook = torch::set_gradient_hook(
+        trained[i], {[this, i] { gradient_comes(i); },
+                     [this, i](const at::Tensor& tensor) { gradient_ready(i, tensor); }});
+  }
+}
+
+void Engine::Impl::forget_parameters() {
+  for (const Parameter& parameter : parameters_) {
+    if (parameter.key == nullptr) continue;
+    torch::ParameterTable::instance().erase(parameter.key);
+    if (auto alive = parameter.tensor.lock()) {
+      torch::remove_gradient_hook(at::Tensor(std::move(alive)));
+    }
+  }
+  parameters_.clear();
+  of_page_.clear();
 }
 
 void Engine::Impl::check_hooks() {
@@ -462,39 +506,45 @@ void Engine::Impl::require_whole_model(const std::vector<at::Tensor>& model) con
 
 void Engine::Impl::release(const std::vector<at::Tensor>& model) {
   require_whole_model(model);
-  runtime_->finish();
-  for (const at::Tensor& tensor : model) {
-    torch::PageStorage* storage = find(tensor);
-    if (storage == nullptr) continue;
-    torch::ParameterTable::instance().erase(tensor.unsafeGetTensorImpl());
-    torch::remove_gradient_hook(tensor);
-    pager::Page& page = *storage->page();
-    at::Tensor plain = at::empty({static_cast<std::int64_t>(page.elements)},
-                                 tensor.options().requires_grad(false));
-    {
+  /// A page as a plain tensor of one dimension.
+  struct Copy {
+    torch::PageStorage* storage = nullptr;
+    at::Tensor plain;
+  };
+  std::vector<Copy> copies;
+  runtime_->release([&] {
+    for (const at::Tensor& tensor : model) {
+      torch::PageStorage* storage = find(tensor);
+      const auto same = [&](const Copy& copy) { return copy.storage == storage; };
+      if (storage == nullptr || std::any_of(copies.begin(), copies.end(), same)) continue;
+      const auto elements = static_cast<std::int64_t>(storage->page()->elements);
+      at::Tensor plain = at::empty({elements}, tensor.options().requires_grad(false));
       const auto pinned = pin(tensor);
       const at::DisableRecordFunctionGuard unseen;
-      const at::Tensor all =
-          at::from_blob(tensor.storage().mutable_data(), {static_cast<std::int64_t>(page.elements)},
-                        plain.options());
-      plain.copy_(all);
+      plain.copy_(at::from_blob(tensor.storage().mutable_data(), {elements}, plain.options()));
       if (const auto stream = consumer()) stream->synchronize();
+      copies.push_back({storage, std::move(plain)});
     }
-    torch::StorageTable::instance().erase(storage->key());
-    runtime_->pager().set_binding(page, nullptr);
-    c10::DataPtr data =
-        plain.storage().unsafeGetStorageImpl()->set_data_ptr(c10::DataPtr(nullptr, plain.device()));
-    storage->give_back(std::move(data));
-  }
-  runtime_->detach();
+  });
+  // All ranks have their copies: from here on nothing waits for another rank, or fails.
   for (const at::Tensor& tensor : model) {
-    torch::PageStorage* storage = find(tensor);
-    if (storage == nullptr) continue;
-    runtime_->pager().drop(*storage->page());
-    storages_.erase(storage->key());
+    torch::ParameterTable::instance().erase(tensor.unsafeGetTensorImpl());
+    if (find(tensor) != nullptr) torch::remove_gradient_hook(tensor);
   }
-  parameters_.clear();
-  of_page_.clear();
+  for (Copy& copy : copies) {
+    pager::Page& page = *copy.storage->page();
+    torch::StorageTable::instance().erase(copy.storage->key());
+    runtime_->pager().set_binding(page, nullptr);
+    copy.storage->give_back(copy.plain.storage().unsafeGetStorageImpl()->set_data_ptr(
+        c10::DataPtr(nullptr, copy.plain.device())));
+    runtime_->drop(page);
+    storages_.erase(copy.storage->key());
+  }
+  forget_parameters();
+  backwards_ = 0;
+  const std::lock_guard lock(gradient_mutex_);
+  partial_.clear();
+  plain_passes_.clear();
 }
 
 }  // namespace pagoda

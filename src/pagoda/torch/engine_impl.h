@@ -30,7 +30,8 @@ class Engine::Impl final : public torch::ObserverClient {
 
   /// Makes the tensor's storage a page, if it is none yet.
   torch::PageStorage& adopt(const at::Tensor& tensor, const std::string& name);
-  void attach(const std::vector<NamedTensor>& model, std::vector<ParameterGroup> groups);
+  void attach(const std::vector<NamedTensor>& model, std::vector<ParameterGroup> groups,
+              const std::vector<NamedTensor>& buffers);
   void release(const std::vector<at::Tensor>& model);
 
   /// Sparse gradients are not paged: said before attach(), not when the first one comes.
@@ -88,6 +89,11 @@ class Engine::Impl final : public torch::ObserverClient {
     c10::weak_intrusive_ptr<c10::StorageImpl> to;
   };
 
+  engine::ModelSpec describe(const std::vector<NamedTensor>& model,
+                             const std::vector<ParameterGroup>& groups,
+                             std::vector<at::Tensor>& trained);
+  void set_hooks(const std::vector<at::Tensor>& trained);
+  void forget_parameters();
   void limit_device(Bytes limit);
   void require_whole_model(const std::vector<at::Tensor>& model) const;
   void require_ours_or_nobodys(const at::Tensor& tensor, const std::string& name) const;

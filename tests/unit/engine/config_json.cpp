@@ -56,6 +56,7 @@ TEST(ConfigJson, EveryValueSurvivesTheWayThereAndBack) {
   config.gradients = Placement::Host;
   config.optimizer = Placement::Device;
   config.zero = 0;
+  config.initial = Initial::Check;
   config.accumulation = 17;
   config.gradient_dtype = GradientType::Fp32;
   config.reduction = Reduction::Sum;

@@ -376,11 +376,14 @@ TEST_F(UpdaterAlone, NobodyIsServedAPageThatIsAboutToBeUpdated) {
     std::jthread other([&] { groups[1] = worlds[1]->make_group("pulls"); });
     groups[0] = worlds[0]->make_group("pulls");
   }
-  const engine::ShardExchange here(std::move(groups[0]), *pager_, *updater_, {});
+  engine::ShardExchange here(std::move(groups[0]), *pager_, *updater_, {});
+  pager::Page* const shared = page.page;
+  here.share({&shared, 1});
   comm::PullService there(std::move(groups[1]), [](const auto&, auto& reply) { reply.refuse(""); });
   std::vector<std::uint16_t> got(100);
   const auto pull = [&](std::uint64_t version) {
-    there.pull(0, page.page->id, version, 0, std::as_writable_bytes(std::span(got)));
+    constexpr std::uint64_t kFirst = 1;  // the number that share() gives the first page
+    there.pull(0, kFirst, version, 0, std::as_writable_bytes(std::span(got)));
   };
   pull(0);
   EXPECT_EQ(got, values(page));
