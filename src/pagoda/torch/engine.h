@@ -114,11 +114,9 @@ class Engine {
   /// While the returned handle lives, the page is on the device and its pointer may be used.
   [[nodiscard]] std::shared_ptr<void> pin(const at::Tensor& parameter);
 
-  /// What autograd saves may be kept in the engine's tiers; the store must end before the engine.
-  /// `staying`: tensors that somebody keeps anyway.
-  std::shared_ptr<torch::ActivationStore> activations(Placement placement, Bytes least,
-                                                      Bytes in_flight,
-                                                      const std::vector<at::Tensor>& staying = {});
+  /// What autograd saves may be kept in the engine's tiers. There is one store; whoever holds what
+  /// it saved keeps the engine alive.
+  std::shared_ptr<torch::ActivationStore> activations();
 
   /// Parameters become plain tensors again, up to date. UserError if they do not fit into memory.
   void release(::torch::nn::Module& model);

@@ -47,8 +47,8 @@ class Engine::Impl final : public torch::ObserverClient {
   void zero_grad();
 
   engine::Runtime& runtime() noexcept { return *runtime_; }
-  /// Copies activations; made when it is first asked for.
-  ThreadPool& activation_pool();
+  /// Made when it is first asked for.
+  const std::shared_ptr<torch::ActivationStore>& activations();
   /// Where a page of this engine is, as torch says it.
   c10::Device device() const;
 
@@ -95,6 +95,7 @@ class Engine::Impl final : public torch::ObserverClient {
 
   std::unique_ptr<engine::Runtime> runtime_;
   std::unique_ptr<ThreadPool> activation_pool_;
+  std::shared_ptr<torch::ActivationStore> activations_;
   std::shared_ptr<void> limit_;  // of torch's own memory on the device, where one is set
   std::unordered_map<const c10::StorageImpl*, std::unique_ptr<torch::PageStorage>> storages_;
   std::unordered_map<const c10::StorageImpl*, Moved> moved_;
