@@ -18,7 +18,7 @@ import torch
 from torch import distributed
 from torch.nn.parameter import is_lazy
 
-from pagoda.activations import kept_off_the_device
+from pagoda.activations import ActivationHooks
 from pagoda.attachment import Attachment
 from pagoda.birth import birth_scope
 from pagoda.endings import is_failure, text_of, watch
@@ -506,9 +506,11 @@ class Engine:
     def activations(self, place: str = "host", *, least: int | str = "16KiB",
                     in_flight: int | str = "64MiB") -> AbstractContextManager[Any]:
         """Around a forward: what autograd saves for backward goes to "host" or "nvme" in the
-        background, within the engine's budgets, and is back before backward needs it, bit for bit.
-        Storages below `least` stay; `in_flight` bounds the bytes that wait to leave, and those that
-        are back early. What fits into no budget stays where it is; pages are never copied.
+        background, within the engine's budgets, and is back before backward needs it. Gradients and
+        errors are those of plain autograd, bit for bit. A storage leaves when nothing else refers
+        to it. Those below `least` stay; `in_flight` bounds the bytes that wait to leave, and those
+        that are back early. What is no plain strided tensor, or fits into no budget, stays where it
+        is; pages are never copied.
 
         >>> import torch, pagoda
         >>> engine = pagoda.Engine(device="cpu", device_budget="1MiB")
@@ -521,10 +523,9 @@ class Engine:
         >>> bool((x.grad == 2 * (x.detach() * 2).exp()).all())
         True
         """
-        buffers = [] if self._model is None else list(self._model.buffers())  # there anyway
         with translated():
-            handle = self._handle.activations(str(place), str(least), str(in_flight), buffers)
-        return kept_off_the_device(handle)
+            handle = self._handle.activations(str(place), str(least), str(in_flight))
+        return ActivationHooks(handle)
 
     # Raw pointers.
 

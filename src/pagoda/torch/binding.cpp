@@ -274,25 +274,32 @@ struct BoundSaved final : ::torch::CustomClassHolder {
 
 struct BoundActivations final : ::torch::CustomClassHolder {
   BoundActivations() = default;
-  BoundActivations(std::shared_ptr<Engine> engine, std::shared_ptr<ActivationStore> store)
-      : engine(std::move(engine)), store(std::move(store)) {}
+  BoundActivations(std::shared_ptr<Engine> engine, ActivationStore::Policy policy)
+      : engine(std::move(engine)), store(this->engine->activations()), policy(policy) {}
 
   ~BoundActivations() override {
     store.reset();
     let_go(std::move(engine));
   }
 
-  /// None: the tensor stays what it is.
-  std::optional<c10::intrusive_ptr<BoundSaved>> keep(const at::Tensor& tensor) {
-    return telling([&]() -> std::optional<c10::intrusive_ptr<BoundSaved>> {
-      auto saved = store->pack(tensor);
-      if (!saved) return std::nullopt;
-      return c10::make_intrusive<BoundSaved>(engine, store, std::move(*saved));
+  c10::intrusive_ptr<BoundSaved> keep(const at::Tensor& tensor) {
+    return telling([&] {
+      return c10::make_intrusive<BoundSaved>(engine, store, store->pack(tensor, policy));
     });
+  }
+  void sweep() {
+    telling([&] { store->sweep(); });
+  }
+  void flush() {
+    telling([&] { store->flush(); });
+  }
+  void pause(bool paused) {
+    telling([&] { store->pause(paused); });
   }
 
   std::shared_ptr<Engine> engine;
   std::shared_ptr<ActivationStore> store;
+  ActivationStore::Policy policy;
 };
 
 /// One thread calls it, as pagoda::Engine says. Python lets go of its lock meanwhile, so close() is
@@ -437,14 +444,15 @@ class BoundEngine final : public ::torch::CustomClassHolder {
 
   c10::intrusive_ptr<BoundActivations> activations(const std::string& place,
                                                    const std::string& least,
-                                                   const std::string& in_flight,
-                                                   const std::vector<at::Tensor>& staying) {
+                                                   const std::string& in_flight) {
     return telling([&] {
       PAGODA_REQUIRE(place == "host" || place == "nvme",
                      "activations('{}'): it takes 'host' or 'nvme'", place);
+      PAGODA_REQUIRE(place == "host" || !engine().config().nvme.empty(),
+                     "activations on nvme need directories: set nvme to at least one");
+      const auto placement = place == "host" ? pager::Placement::Host : pager::Placement::Nvme;
       return c10::make_intrusive<BoundActivations>(
-          engine_, engine().activations(place == "host" ? Placement::Host : Placement::Nvme,
-                                        parse_bytes(least), parse_bytes(in_flight), staying));
+          engine_, ActivationStore::Policy{placement, parse_bytes(least), parse_bytes(in_flight)});
     });
   }
 
@@ -498,7 +506,10 @@ TORCH_LIBRARY_FRAGMENT(pagoda, library) {
   library.class_<BoundSaved>("Saved").def(torch::init<>()).def("restore", &BoundSaved::restore);
   library.class_<BoundActivations>("Activations")
       .def(torch::init<>())
-      .def("keep", &BoundActivations::keep);
+      .def("keep", &BoundActivations::keep)
+      .def("sweep", &BoundActivations::sweep)
+      .def("flush", &BoundActivations::flush)
+      .def("pause", &BoundActivations::pause);
   library.class_<BoundEngine>("Engine")
       .def(torch::init<std::string, std::optional<BoundEngine::Group>,
                        std::optional<BoundEngine::Group>, bool>())

@@ -7,7 +7,6 @@
 #include <torch/nn/module.h>
 
 #include "pagoda/base/error.h"
-#include "pagoda/engine/backend.h"
 #include "pagoda/torch/activation_store.h"
 #include "pagoda/torch/birth_scope.h"
 #include "pagoda/torch/build_surroundings.h"
@@ -139,20 +138,8 @@ std::shared_ptr<void> Engine::pin(const at::Tensor& parameter, bool write) {
   return impl_->pin(parameter, write);
 }
 
-std::shared_ptr<torch::ActivationStore> Engine::activations(
-    Placement placement, Bytes least, Bytes in_flight, const std::vector<at::Tensor>& staying) {
-  PAGODA_REQUIRE(placement != Placement::Nvme || !config().nvme.empty(),
-                 "activations on nvme need directories: set nvme to at least one");
-  torch::ActivationStore::Options options;
-  options.placement = engine::pager_placement(placement);
-  options.least = least;
-  options.in_flight = in_flight;
-  for (const at::Tensor& tensor : staying) {
-    if (tensor.has_storage()) options.staying.insert(tensor.storage().unsafeGetStorageImpl());
-  }
-  return std::make_shared<torch::ActivationStore>(
-      impl_->runtime().tiers(), impl_->activation_pool(), [this] { return impl_->consumer(); },
-      std::move(options));
+std::shared_ptr<torch::ActivationStore> Engine::activations() {
+  return impl_->activations();
 }
 
 void Engine::release(::torch::nn::Module& model) {

@@ -132,11 +132,9 @@ class Engine {
   /// step() changes is there when it returns. On a GPU, writes by pointers need `write`.
   [[nodiscard]] std::shared_ptr<void> pin(const at::Tensor& parameter, bool write = false);
 
-  /// What autograd saves may be kept in the engine's tiers; the store must end before the engine.
-  /// `staying`: tensors that somebody keeps anyway.
-  std::shared_ptr<torch::ActivationStore> activations(Placement placement, Bytes least,
-                                                      Bytes in_flight,
-                                                      const std::vector<at::Tensor>& staying = {});
+  /// What autograd saves may be kept in the engine's tiers. There is one store; whoever holds what
+  /// it saved keeps the engine alive.
+  std::shared_ptr<torch::ActivationStore> activations();
 
   /// Parameters become plain tensors again, up to date. UserError if they do not fit into memory.
   void release(::torch::nn::Module& model);

@@ -16,6 +16,7 @@
 #include "pagoda/base/error.h"
 #include "pagoda/base/log.h"
 #include "pagoda/engine/backend.h"
+#include "pagoda/torch/activation_store.h"
 #include "pagoda/torch/cuda_library.h"
 #include "pagoda/torch/cuda_memory.h"
 #include "pagoda/torch/gradient_hook.h"
@@ -57,6 +58,7 @@ Engine::Impl::Impl(const Config& config, std::shared_ptr<comm::World> world)
 
 Engine::Impl::~Impl() {
   activation_pool_.reset();
+  activations_.reset();
   for (Parameter& parameter : parameters_) {
     torch::ParameterTable::instance().erase(parameter.key);
     if (auto alive = parameter.tensor.lock()) {
@@ -90,10 +92,13 @@ void Engine::Impl::limit_device(Bytes limit) {
       torch::limit_cuda_memory(device(), limit - pages, runtime_->device().memory_info().total);
 }
 
-ThreadPool& Engine::Impl::activation_pool() {
-  if (activation_pool_ == nullptr)
+const std::shared_ptr<torch::ActivationStore>& Engine::Impl::activations() {
+  if (activations_ == nullptr) {
     activation_pool_ = std::make_unique<ThreadPool>(1, "activations");
-  return *activation_pool_;
+    activations_ = std::make_shared<torch::ActivationStore>(
+        runtime_->tiers(), *activation_pool_, device(), [this] { return consumer(); });
+  }
+  return activations_;
 }
 
 std::string Engine::Impl::touch_failed(std::exception_ptr error) noexcept {

@@ -54,8 +54,8 @@ class Engine::Impl final : public torch::ObserverClient {
   void set_loss_is_scaled(bool scaled) noexcept { loss_is_scaled_ = scaled; }
 
   engine::Runtime& runtime() noexcept { return *runtime_; }
-  /// Copies activations; made when it is first asked for.
-  ThreadPool& activation_pool();
+  /// Made when it is first asked for.
+  const std::shared_ptr<torch::ActivationStore>& activations();
   /// Where a page of this engine is, as torch says it.
   c10::Device device() const;
 
@@ -113,6 +113,7 @@ class Engine::Impl final : public torch::ObserverClient {
 
   std::unique_ptr<engine::Runtime> runtime_;
   std::unique_ptr<ThreadPool> activation_pool_;
+  std::shared_ptr<torch::ActivationStore> activations_;
   std::shared_ptr<void> limit_;  // of torch's own memory on the device, where one is set
   std::unordered_map<const c10::StorageImpl*, std::unique_ptr<torch::PageStorage>> storages_;
   std::unordered_map<const c10::StorageImpl*, Moved> moved_;
