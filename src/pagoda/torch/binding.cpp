@@ -451,6 +451,7 @@ class BoundEngine final : public ::torch::CustomClassHolder {
       PAGODA_REQUIRE(place == "host" || !engine().config().nvme.empty(),
                      "activations on nvme need directories: set nvme to at least one");
       const auto placement = place == "host" ? pager::Placement::Host : pager::Placement::Nvme;
+      (void)engine();  // there still is one
       return c10::make_intrusive<BoundActivations>(
           engine_, ActivationStore::Policy{placement, parse_bytes(least), parse_bytes(in_flight)});
     });
