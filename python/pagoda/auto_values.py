@@ -25,7 +25,7 @@ def _training_steps(args: Any, data: Any, ranks: int) -> int | None:
     batch = ranks * args.per_device_train_batch_size
     whole, rest = divmod(len(data), batch)
     batches = whole + int(rest > 0 and not args.dataloader_drop_last)
-    steps_per_epoch = max(1, math.ceil(batches / args.gradient_accumulation_steps))
+    steps_per_epoch: int = max(1, math.ceil(batches / args.gradient_accumulation_steps))
     return math.ceil(float(args.num_train_epochs) * steps_per_epoch)
 
 

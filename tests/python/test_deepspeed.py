@@ -15,7 +15,7 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 
 import pagoda
-from pagoda.deepspeed import _HONOURED, _INSTEAD, Settings
+from pagoda.deepspeed_config import _HONOURED, _INSTEAD, Settings
 from pagoda.schedules import make_schedule
 
 WIDTH = 64
