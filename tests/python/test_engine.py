@@ -169,6 +169,21 @@ def test_gradients_are_the_engines() -> None:
     assert paged.grad_norm() == 0
 
 
+def test_the_norm_is_that_of_all_micro_batches_so_far() -> None:
+    """Also where nothing clips, and nobody else needs it."""
+    paged = engine(accumulation=3)
+    model = stack()
+    paged.attach(model)
+    norms = []
+    for step in range(3):
+        paged.backward(loss_of(model, step), last=False)
+        norms.append(paged.grad_norm())
+    squares = sum(float(paged.grad(p).double().square().sum()) for p in model.parameters())
+    assert norms[0] != norms[1] != norms[2]
+    assert norms[2] == pytest.approx(squares ** 0.5, rel=1e-6)
+    paged.step()
+
+
 @pytest.mark.parametrize("clip", [clip_grad_norm_, clip_grad_value_])
 def test_clipping_by_torch_is_an_error_that_names_the_way(clip: Any) -> None:
     plain = stack()

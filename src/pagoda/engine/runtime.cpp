@@ -410,7 +410,13 @@ double Runtime::norm_together() {
       page->squares.resize(kernels::norm_blocks(values.size()));
       kernels::block_sums_of_squares(values.data(), values.size(), 1, page->squares, *pool_);
     }
-    return gradient_norm(trained_, pager_->sharding(), control_.get()) / scale_.scale();
+    const double norm =
+        gradient_norm(trained_, pager_->sharding(), control_.get()) / scale_.scale();
+    // Where no step needs them, nobody keeps the sums up to date with the next micro-batch.
+    if (config_.clip == 0 && !scales_loss()) {
+      for (const auto& page : trained_) page->squares.clear();
+    }
+    return norm;
   } catch (...) {
     fail_and_throw();
   }

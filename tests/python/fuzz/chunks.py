@@ -38,20 +38,14 @@ class Result:
     invalid: list[Failure] = field(default_factory=list)
     done: int = 0
     seconds: float = 0
-    command: str = ""
 
     def text(self) -> str:
-        lines = []
-        for kind, failures in (("FAILED", self.failures), ("INVALID", self.invalid)):
-            for failure in failures:
-                lines += ["", "=" * 78, f"{kind}: seed {failure.seed}", failure.program.text(),
-                          "-" * 78, failure.what.rstrip(), "-" * 78,
-                          f"again: {self.command} --seed {failure.seed} -v"]
-        lines.append(f"{self.done} programs, {len(self.failures)} failed"
-                     + (f" ({', '.join(str(one.seed) for one in self.failures)})"
-                        if self.failures else "")
-                     + f", {len(self.invalid)} were none, {self.seconds:.1f} s")
-        return "\n".join(lines)
+        """The last line; failures are told as they come."""
+        seeds = ", ".join(str(one.seed) for one in self.failures)
+        return (f"{self.done} programs, {len(self.failures)} failed"
+                + (f" ({seeds})" if seeds else "")
+                + (f", {len(self.invalid)} were none" if self.invalid else "")
+                + f", {self.seconds:.1f} s")
 
 
 class Runner:
@@ -63,6 +57,8 @@ class Runner:
         self.limit = limit
         self.chunk = chunk
         self.fixed: Program | None = None
+        self.quiet = False
+        self.wrong: str | None = None
 
     def program(self, seed: int) -> Program:
         if self.fixed is not None:
@@ -77,8 +73,13 @@ class Runner:
             out += f" --without {','.join(sorted(self.without))}"
         return out
 
+    def tell(self, kind: str, failure: Failure) -> None:
+        print("\n".join(["", "=" * 78, f"{kind}: seed {failure.seed}", failure.program.text(),
+                         "-" * 78, failure.what.rstrip(), "-" * 78,
+                         f"again: {self.command()} --seed {failure.seed} -v"]), flush=True)
+
     def run(self, seeds: list[int], most_failures: int = 10, verbose: bool = False) -> Result:
-        result = Result(command=self.command())
+        result = Result()
         started = time.monotonic()
         left = list(seeds)
         while left and len(result.failures) < most_failures:
@@ -135,7 +136,8 @@ class Runner:
                 faulthandler.dump_traceback_later(self.limit, exit=True, file=stacks)
                 kind, what = "", ""
                 try:
-                    what = trial.run(self.program(seed), rank, gather)
+                    wrong = self.wrong if self.wrong == "rate" or seed == 2 else None
+                    what = trial.run(self.program(seed), rank, gather, wrong)
                     kind = "failed" if what else ""
                 except trial.Invalid as error:
                     kind, what = "invalid", str(error)
@@ -198,8 +200,12 @@ class Runner:
             failure = Failure(seed, self.program(seed), "\n".join(texts))
             if "failed" in kinds:
                 result.failures.append(failure)
+                if not self.quiet:
+                    self.tell("FAILED", failure)
                 if self.ranks > 1:
                     return seeds[at + 1:]
             elif "invalid" in kinds:
                 result.invalid.append(failure)
+                if not self.quiet:
+                    self.tell("INVALID", failure)
         return []

@@ -15,7 +15,9 @@ PLACES = ("auto", "host", "nvme")
 
 
 def draw_room(random: Random) -> dict[str, Any]:
-    return {"pages": random.choice([0, 0, 0, 0.02, 0.1, 0.3, 1.1]),
+    return {"pages": random.choice([0, 0, 0, 0.02, 0.1, 0.3, 1.1, 1.1]),
+            "device": random.choice([[], [], ["parameters"], ["gradients", "optimizer"],
+                                     ["parameters", "gradients", "optimizer"]]),
             "staging": random.choice([1, 1, 1, 2, 4]),
             "host": random.choice([None, None, None, "roomy", "scarce"])}
 
@@ -43,7 +45,7 @@ def draw_optimizer(random: Random) -> dict[str, Any]:
     # Layers of no group are not trained.
     explicit = count > 1 or random.random() < 0.4
     return {"groups": groups, "explicit": explicit,
-            "left_out": random.randrange(8) if explicit and random.random() < 0.2 else None}
+            "left_out": random.randrange(1, 8) if explicit and random.random() < 0.2 else None}
 
 
 def draw_config(random: Random, model: dict[str, Any], optimizer: dict[str, Any],
@@ -120,6 +122,9 @@ def resolve(config: dict[str, Any], room: dict[str, Any], model: Model, folder: 
     need += held * largest[-1]
     pages = int(need + room["pages"] * max(0, sum(sizes.values()) - need))
     staging = _aligned(largest[-1]) * room["staging"]
+    if room["pages"] > 1:  # plenty: some of it may be for good
+        config = {**config, **{state: "device" for state in room["device"]}}
+        pages += 8 * (sum(sizes.values()) + 4 * KIB * len(sizes))
     states = sum(sizes.values()) * 8 + 4 * KIB * len(sizes)
     out = {**config, "device_budget": pages + staging, "gradient_staging": staging}
     fixed = (config["fetch_threads"] + 2) * config["staging"] + 2 * config["bucket"]
@@ -128,6 +133,8 @@ def resolve(config: dict[str, Any], room: dict[str, Any], model: Model, folder: 
         out["host_budget"] = 2 * states + 4 * fixed
     elif room["host"] == "scarce":
         out["host_budget"] = states // 4 + 2 * fixed
+    if room.get("slack") and "host_budget" in out:
+        out["host_budget"] += sum(sizes.values()) + 4 * KIB * len(sizes)
     if not alone and "host_budget" in out:  # there it is not tried again with more
         out["host_budget"] += 2 * states + 4 * fixed + 16 * KIB * KIB
     uses_nvme = room["host"] == "scarce" or "nvme" in (

@@ -42,9 +42,11 @@ def draw_model(random: Random, ranks: int) -> dict[str, Any]:
     tied = random.random() < 0.4
     if tied and "tokens" in frozen:
         frozen.remove("tokens")
+    hooks = [{"how": random.choice(["gradient", "accumulated", "forward", "backward"]),
+              "on": random.randrange(100)} for _ in range(random.choice([0, 0, 0, 0, 1, 2]))]
     return {"width": random.choice([8, 16, 16, 24, 48, 72]),
             "vocabulary": random.choice([11, 40, 130]), "dtype": dtype, "tied": tied,
-            "frozen": frozen, "layers": layers}
+            "frozen": frozen, "layers": layers, "hooks": hooks}
 
 
 class Drawer:
@@ -65,7 +67,8 @@ class Drawer:
         self.twice = checkpoints <= {None} and {spec["kind"] for spec in model["layers"]} <= TWICE
         self.twice = self.twice and model["dtype"] == "float32"
         self.style = random.choice(["engine"] * 4 + ["plain", "explicit", "explicit", "mixed"])
-        self.autocast = random.random() < 0.1 and model["dtype"] == "float32"
+        dtypes = {model["dtype"], *(spec["dtype"] for spec in model["layers"])}
+        self.autocast = random.random() < 0.1 and dtypes <= {"float32", "bfloat16"}
         self.activations = random.choice([None] * 3 + ["host", "host", "nvme"])
 
     # Habits.
@@ -133,6 +136,8 @@ class Drawer:
             (3, ("start",), "unfreeze", {}, ["freeze"]),
             (3, ("start",), "freeze", {"parameter": 0, "thaw": True}, ["thaw"]),
             (2, ("start", "after"), "reattach", {}, ["reattach"]),
+            (2, READING, "clip_by_torch", {"value": r.random() < 0.3}, []),
+            (1, READING, "copy_groups", {}, []),
             (2, MOMENTS, "finish", {}, []),
             (2, MOMENTS, "stats", {}, []),
             (2, ("start", "after"), "save", {}, ["saves"]),
@@ -148,7 +153,7 @@ class Drawer:
                 features = [*features, "late_writes"]
             elif what in ("zero_grad", "change"):
                 features = [*features, "late_changes"]
-            elif what not in ("stats", "finish", "hold"):
+            elif what not in ("stats", "finish", "hold", "clip_by_torch", "copy_groups"):
                 features = [*features, "late_reads"]
         if not self.allowed(what, moment, options):
             return self.draw_habit()
@@ -172,7 +177,7 @@ class Drawer:
 
     # Passes.
 
-    def forward(self, ranks: list[int] | None, may_fail: bool) -> list[Event]:
+    def forward(self, ranks: list[int] | None) -> list[Event]:
         r, count = self.random, len(self.model["layers"])
         kinds = ["tokens"] * 5 + ["hidden"]
         if "loss_scale" not in self.config and not self.reentrant:
@@ -185,8 +190,6 @@ class Drawer:
             "leave_at": r.randrange(count) if r.random() < 0.1 else None,
             "fail_at": r.randrange(count) if r.random() < 0.04 else None,
             "fail_backward_at": r.randrange(count) if r.random() < 0.04 else None}
-        if not may_fail:
-            control["fail_at"] = control["fail_backward_at"] = None
         return [Event("forward", {
             "loss": r.choice(kinds), "seed": self.seed(), "activations": self.activations,
             "least": r.choice([1, 1000]), "autocast_on": self.autocast, **control}, [], ranks)]
@@ -213,7 +216,7 @@ class Drawer:
             for ranks in [None] if alike else [[rank] for rank in range(self.ranks)]:
                 if ranks is not None and r.random() < 0.15:
                     continue  # this rank has nothing to do
-                made = self.forward(ranks, self.ranks == 1)
+                made = self.forward(ranks)
                 if late:
                     made[0].features += ["late_reads", "late_changes"]
                 out += made
@@ -226,7 +229,8 @@ class Drawer:
         if r.random() < 0.05:
             out.append(Event("abandon", {}, ["late_changes"], instead="step"))
         else:
-            out.append(Event("step", {}))
+            by = r.choice(["engine", "engine", "engine", "optimizer", "closure"])
+            out.append(Event("step", {"by": by}))
         return out + habit_events["after"]
 
     def draw_steps(self) -> list[list[Event]]:

@@ -401,6 +401,8 @@ def gradients_by_hand(session: Session, event: Event, seed: int) -> None:
     """autograd.grad: no hook fires, nothing is accumulated."""
     torch.manual_seed(seed)
     loss, = session.model.losses(session.ids(seed), "tokens")
+    if not loss.requires_grad:
+        return
     trained = [p for p in session.model.parameters() if p.requires_grad]
     for number, grad in enumerate(torch.autograd.grad(loss, trained, allow_unused=True)):
         if grad is not None:
@@ -485,6 +487,31 @@ def schedule(session: Session, event: Event, kind: str) -> None:
         return
     made.step()
     session.see("rate", float(session.trainer.optimizer.param_groups[0]["lr"]))
+
+
+@habit
+def clip_by_torch(session: Session, event: Event, value: bool) -> None:
+    """Always refused: the engine has the gradients."""
+    if not session.trainer.paged:
+        return
+    given = [p for group in session.trainer.optimizer.param_groups for p in group["params"]]
+    clip = torch.nn.utils.clip_grad_value_ if value else torch.nn.utils.clip_grad_norm_
+    try:
+        clip(given, 1.0)
+    except pagoda.UserError:
+        return
+    raise AssertionError("torch's clipping was not refused")
+
+
+@habit
+def copy_groups(session: Session, event: Event) -> None:
+    """The constants of the optimizer, out and in again."""
+    if session.trainer.paged:
+        optimizer = session.trainer.optimizer
+        kept = [{key: value for key, value in group.items() if key != "params"}
+                for group in optimizer.param_groups]
+        for group, before in zip(optimizer.param_groups, kept, strict=True):
+            group.update(before)
 
 
 @habit

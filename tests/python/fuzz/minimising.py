@@ -66,7 +66,7 @@ def smaller(program: Program) -> Iterator[Program]:
             out = program.copy()
             out.model["layers"][number]["dtype"] = "float32"
             yield out
-    for key, value in (("dtype", "float32"), ("tied", False), ("frozen", []), ("width", 8),
+    for key, value in (("hooks", []), ("dtype", "float32"), ("tied", False), ("frozen", []), ("width", 8),
                        ("vocabulary", 11)):
         if program.model[key] != value:
             out = program.copy()
@@ -101,6 +101,7 @@ def minimise(runner: Runner, failure: Failure, times: int = 1, most: int = 600) 
     best = failure.program
     wanted = kind_of(failure.what)
     tried, at, since = 0, 0, 0
+    runner.quiet = True
     candidates = list(smaller(best))
     while candidates and since < len(candidates) and tried < most:
         at %= len(candidates)
@@ -114,6 +115,6 @@ def minimise(runner: Runner, failure: Failure, times: int = 1, most: int = 600) 
                   f"{len(best.model['layers'])} layers", flush=True)
         else:
             at += 1
-    runner.fixed = best
-    print(runner.run([best.seed] * times, most_failures=1).text())
+    runner.fixed, runner.quiet = best, False
+    runner.run([best.seed] * times, most_failures=1)
     return best

@@ -38,6 +38,7 @@ class Model(nn.Module):
     def __init__(self, spec: dict[str, Any]) -> None:
         super().__init__()
         width = spec["width"]
+        self.seen: list[torch.Tensor] = []  # by hooks
         self.dtype = getattr(torch, spec["dtype"])
         self.specs = spec["layers"]
         self.tokens = nn.Embedding(spec["vocabulary"], width, dtype=self.dtype)
@@ -53,6 +54,33 @@ class Model(nn.Module):
             if parameter.is_floating_point() and any(
                     name.startswith(f"{start}.") for start in spec["frozen"]):
                 parameter.requires_grad_(False)
+        for hook in spec["hooks"]:
+            self._hook(**hook)
+
+    def _hook(self, how: str, on: int) -> None:
+        """One of the user's own, set before attach()."""
+        if how == "gradient":  # on a parameter: what it gives is what is accumulated
+            trained = [p for p in self.parameters() if p.requires_grad]
+            trained[on % len(trained)].register_hook(lambda grad: grad * 0.5)
+        elif how == "accumulated":
+            trained = [p for p in self.parameters() if p.requires_grad]
+            trained[on % len(trained)].register_post_accumulate_grad_hook(self._halve)
+        elif len(self.layers) > 0:
+            layer = self.layers[on % len(self.layers)]
+            watched = next((p for p in layer.parameters() if p.numel() > 0), None)
+            if watched is None:
+                return
+            if how == "forward":
+                layer.register_forward_hook(
+                    lambda *_: self.seen.append(watched.detach().float().norm()))
+            else:  # reads a weight when its gradient may have come
+                layer.register_full_backward_hook(
+                    lambda *_: self.seen.append(watched.detach().float().norm()))
+
+    @staticmethod
+    def _halve(parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            parameter.grad.mul_(0.5)
 
     def _make(self, spec: dict[str, Any], width: int) -> Layer:
         before = torch.get_default_dtype()
@@ -111,6 +139,8 @@ class Model(nn.Module):
         """One loss; of "two", two that share a graph."""
         if kind == "penalty":
             x = self.hidden(ids, **control)
+            if not x.requires_grad:
+                return [self.head(x).float().square().mean()]
             y = x.float().square().mean()
             grad, = torch.autograd.grad(y, x, create_graph=True)
             return [y + grad.float().square().sum() + self.head(x).float().square().mean()]

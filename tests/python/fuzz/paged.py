@@ -85,7 +85,14 @@ class Paged:
                 else:
                     engine.attach(call.model, groups=groups)
             case "step":
-                report = engine.step()
+                if call.name == "optimizer":
+                    engine.optimizer.step()
+                elif call.name == "closure":
+                    engine.optimizer.step(lambda: 0.0)
+                else:
+                    engine.step()
+                report = engine.optimizer.report
+                assert report is not None
                 return report.step, report.skipped, report.norm, report.loss_scale
             case "zero_grad":
                 engine.zero_grad()

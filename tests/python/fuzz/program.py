@@ -27,6 +27,7 @@ FEATURES = {
     "unstepped_release": "release() after a backward without step()",
     "reattach": "release() and attach() in the middle",
     "failures": "the user's own exceptions in forward and backward",
+    "failed_twice": "two backwards of a step that fail",
     "threads": "reads from other threads",
     "scaled_plain_backward": "loss.backward() under a loss scale",
     "join": "ranks that end early",
@@ -37,6 +38,10 @@ FEATURES = {
     "nan_norms": "norms that are no number",
     "max_norm": "embeddings that write to their weight in forward",
     "saves": "save_pretrained",
+    "hooks": "hooks of the user's own on parameters and modules",
+    "late_hooks": "hooks that read a weight during backward",
+    "tight_host": "a host_budget without room for the copies that writes to 16-bit pages take",
+    "rank_failures": "the user's own exceptions on one of several ranks",
 }
 
 
@@ -98,8 +103,15 @@ class Program:
                     spec["checkpoint"] = "plain"
         if "reentrant_shared" in features:
             out.unshare_reentrant()
+        if "failed_twice" in features:
+            out.fail_once()
         if "nan_norms" in features:
             out.room["nan_norms"] = False
+        if "tight_host" in features:
+            out.room["slack"] = True
+        out.model["hooks"] = [hook for hook in out.model["hooks"]
+                              if not ({"hooks"} | ({"late_hooks"} if hook["how"] == "backward"
+                                                   else set())) & features]
         if "max_norm" in features:
             for spec in out.model["layers"]:
                 if spec["options"].get("how") == "max_norm":
@@ -108,7 +120,8 @@ class Program:
             for event in step:
                 if event.what == "forward" and "activations" in features:
                     event.options["activations"] = None
-                if event.what == "forward" and "failures" in features:
+                if event.what == "forward" and ("failures" in features or (
+                        self.ranks > 1 and "rank_failures" in features)):
                     event.options["fail_at"] = event.options["fail_backward_at"] = None
                 if event.what == "backward" and "scaled_plain_backward" in features and (
                         "loss_scale" in out.config):
@@ -118,6 +131,17 @@ class Program:
                 if features & set(event.features):
                     event.leave_out(step)
         return out
+
+    def fail_once(self) -> None:
+        for step in self.steps:
+            failed = False
+            for event in step:
+                if event.what == "forward" and event.options["fail_backward_at"] is not None:
+                    if event.options["loss"] == "two":
+                        event.options["loss"] = "tokens"
+                    if failed:
+                        event.options["fail_backward_at"] = None
+                    failed = True
 
     def unshare_reentrant(self) -> None:
         layers = self.model["layers"]
@@ -143,6 +167,8 @@ class Program:
             options = ", ".join(f"{key}={value!r}" for key, value in spec["options"].items())
             lines.append(f"  layer {number}: {spec['kind']}({options}) {spec['dtype']}"
                          + (f", checkpoint {spec['checkpoint']}" if spec["checkpoint"] else ""))
+        for hook in model["hooks"]:
+            lines.append(f"  hook: {hook['how']} on {hook['on']}")
         for group in self.optimizer["groups"]:
             lines.append("group: " + ", ".join(f"{key}={value}" for key, value in group.items()))
         lines.append(f"room: {self.room}")

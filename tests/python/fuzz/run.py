@@ -37,6 +37,8 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=40.0, help="seconds for one program")
     parser.add_argument("--keep-going", type=int, default=10, help="failures until it stops")
     parser.add_argument("--times", type=int, default=1, help="for what fails now and then")
+    parser.add_argument("--wrong", choices=["rate", "crash", "hang"],
+                        help="does something wrong, to see that it is found")
     parser.add_argument("-v", "--verbose", action="store_true")
     arguments = parser.parse_args()
     if arguments.features:
@@ -58,6 +60,7 @@ def main() -> int:
         seeds = list(range(int(first), int(end)))
     seeds = [seed for seed in seeds for _ in range(arguments.times)]
     runner = chunks.Runner(arguments.ranks, without, arguments.limit, arguments.chunk)
+    runner.wrong = arguments.wrong
     if arguments.program is not None:
         runner.fixed = programs.Program.from_json(arguments.program.read_text())
         runner.ranks = runner.fixed.ranks
@@ -68,7 +71,6 @@ def main() -> int:
     if arguments.minimise and result.failures:
         import minimising
         smaller = minimising.minimise(runner, result.failures[0], arguments.times)
-        print(smaller.text())
         file = Path(f"/tmp/fuzz-{smaller.seed}-{smaller.ranks}.json")
         file.write_text(smaller.to_json())
         print(f"kept as {file}: run.py --program {file}")

@@ -143,9 +143,16 @@ class Session:
                 self.losses = self.model.losses(self.ids(seed), loss, **control)
         except UsersOwn:
             self.see("the user's own error", 0.0)
+            self.see_hooks()
             return
         for value in self.losses:
             self.see("loss", value)
+        self.see_hooks()
+
+    def see_hooks(self) -> None:
+        seen, self.model.seen = self.model.seen, []
+        for value in seen:
+            self.see("hook", value)
 
     def backward(self, event: Event, how: str, last: bool | None, late: bool) -> None:
         losses, self.losses = self.losses, []
@@ -163,11 +170,12 @@ class Session:
                     lambda: self.trainer.backward(loss, how, said, not final), refusable)
             except UsersOwn:
                 self.see("the user's own error", 1.0)
+        self.see_hooks()
 
-    def step(self, event: Event) -> Calls:
+    def step(self, event: Event, by: str = "engine") -> Calls:
         changed, self.changed = self.changed, None
         try:
-            report = yield Call("step")
+            report = yield Call("step", by)
         except pagoda.UserError:
             if changed is None or not self.early:
                 raise
@@ -175,7 +183,7 @@ class Session:
             number, group, before = changed
             group.update(before)
             self.trainer.refused[number] = True
-            report = yield Call("step")
+            report = yield Call("step", by)
         step, skipped, norm, scale = report
         self.see("step", float(step))
         self.see("skipped", float(skipped))

@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import tempfile
+import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -29,9 +32,22 @@ class Invalid(Exception):
     """The program is none: the plain loop fails, too."""
 
 
-def run_paged(program: Program, config: dict[str, Any], rank: int,
-              folder: Path) -> tuple[list[Entry], dict[int, bool]]:
+def do_wrong(wrong: str) -> None:
+    """For the fuzzer's own test."""
+    if wrong == "crash":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    time.sleep(3600)
+
+
+def run_paged(program: Program, config: dict[str, Any], rank: int, folder: Path,
+              wrong: str | None = None) -> tuple[list[Entry], dict[int, bool]]:
     trainer = Paged(config, program.build)
+    if wrong == "rate":
+        program = program.copy()
+        for group in program.optimizer["groups"]:
+            group["lr"] *= 1.001
+    elif wrong is not None:
+        do_wrong(wrong)
     try:
         session = Session(program, rank, trainer, folder)
         calls = session.run()
@@ -140,7 +156,7 @@ def resolved(program: Program, folder: Path) -> dict[str, Any]:
                                  min(held, 1), program.ranks == 1)
 
 
-def widened(config: dict[str, Any], error: Exception) -> bool:
+def widened(config: dict[str, Any], error: Exception, slack: bool) -> bool:
     """Was it host memory that did not suffice? Then there is a little more of it the next time."""
     text = str(error)
     if "host_budget" not in config or config["host_budget"] > 1 << 30 or not any(
@@ -148,11 +164,12 @@ def widened(config: dict[str, Any], error: Exception) -> bool:
         return False
     asked = re.search(r"asked for ([\d.]+) MiB, but only ([\d.]+) MiB", text)
     missing = float(asked[1]) - float(asked[2]) if asked else 0.0
-    config["host_budget"] += int(max(missing, 0) * (1 << 20)) + (32 << 10)
+    config["host_budget"] += int(max(missing, 0) * (1 << 20)) + ((256 if slack else 32) << 10)
     return True
 
 
-def run(program: Program, rank: int = 0, gather: Gather | None = None) -> str:
+def run(program: Program, rank: int = 0, gather: Gather | None = None,
+        wrong: str | None = None) -> str:
     """What is wrong; empty if nothing is. Raises Invalid. `gather` gives every rank's value."""
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory(prefix="pagoda fuzz ") as directory:
@@ -163,12 +180,12 @@ def run(program: Program, rank: int = 0, gather: Gather | None = None) -> str:
         refused: dict[int, bool] = {}
         while True:
             try:
-                log, refused = run_paged(program, config, rank, folder)
+                log, refused = run_paged(program, config, rank, folder, wrong)
             except Exception as error:
                 # The engine's constructor has no notes, and meets nobody before it fails.
                 where = "".join(getattr(error, "__notes__", ["constructor"]))
                 if (where == "constructor" or (program.ranks == 1 and "in attach" in where)
-                        ) and widened(config, error):
+                        ) and widened(config, error, bool(program.room.get("slack"))):
                     continue
                 failure = "".join(traceback.format_exception(error))
             break
