@@ -17,6 +17,10 @@ constexpr char kFailed = 'f';
 // Between a beat and its note.
 constexpr char kNote = '\n';
 
+std::string key_of(std::string_view watch, int rank) {
+  return fmt::format("{}/{}", watch, rank);
+}
+
 std::string seconds_text(std::chrono::milliseconds time) {
   return fmt::format("{} s", static_cast<double>(time.count()) / 1000);
 }
@@ -57,6 +61,14 @@ void Watch::fail(std::string_view reason) noexcept {
   post_end(kFailed + std::string(reason));
 }
 
+void Watch::fail(World& world, std::string_view name, std::string_view reason) noexcept {
+  try {
+    world.put(key_of(name, world.rank()), kFailed + std::string(reason));
+  } catch (const std::exception& error) {  // the others find out by the time-out
+    log::warn("comm", "the other ranks could not be told", {{"error", error.what()}});
+  }
+}
+
 void Watch::leave() noexcept {
   {
     const std::lock_guard lock(mutex_);
@@ -90,7 +102,7 @@ void Watch::run() {
 void Watch::look() {
   for (Peer& peer : peers_) {
     if (peer.left) continue;
-    std::optional<std::string> value = world_.get(key(peer.rank));
+    std::optional<std::string> value = world_.get(key_of(options_.name, peer.rank));
     if (value.has_value() && *value != peer.last) {
       peer.last = std::move(*value);
       peer.changed = now_ns();
@@ -135,21 +147,17 @@ void Watch::report(int rank, std::string reason) {
 
 void Watch::post(const std::string& value) {
   const std::lock_guard lock(board_mutex_);
-  if (!ended_) world_.put(key(world_.rank()), value);
+  if (!ended_) world_.put(key_of(options_.name, world_.rank()), value);
 }
 
 void Watch::post_end(std::string value) noexcept {
   const std::lock_guard lock(board_mutex_);
   if (std::exchange(ended_, true)) return;
   try {
-    world_.put(key(world_.rank()), value);
+    world_.put(key_of(options_.name, world_.rank()), value);
   } catch (const std::exception& error) {  // the others find out by the time-out
     log::warn("comm", "the other ranks could not be told", {{"error", error.what()}});
   }
-}
-
-std::string Watch::key(int rank) const {
-  return fmt::format("{}/{}", options_.name, rank);
 }
 
 }  // namespace pagoda::comm

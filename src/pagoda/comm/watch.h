@@ -59,6 +59,8 @@ class Watch {
   /// Lets the others know that this rank has failed, at their next look. Not if they saw the cause
   /// themselves: after on_failure has been called this does nothing. Does not throw.
   void fail(std::string_view reason) noexcept;
+  /// The same for a rank that never came to watch. Does not throw.
+  static void fail(World& world, std::string_view name, std::string_view reason) noexcept;
   /// This rank ends in good order: it is not missed, and reports nothing any more.
   void leave() noexcept;
 
@@ -79,7 +81,6 @@ class Watch {
   void report(int rank, std::string reason);
   void post(const std::string& value);
   void post_end(std::string value) noexcept;
-  std::string key(int rank) const;
 
   World& world_;
   const Options options_;

@@ -87,7 +87,7 @@ void all_or_none(comm::Group* group, const std::function<void()>& work) {
   }
   if (mine != nullptr && text.empty()) text = "it gave no reason";
   if (group == nullptr) {
-    if (mine != nullptr) std::rethrow_exception(mine);
+    if (mine != nullptr) throw NoneDid{mine};
     return;
   }
   const std::vector<std::uint64_t> sizes = gather_numbers(*group, text.size());
@@ -95,8 +95,9 @@ void all_or_none(comm::Group* group, const std::function<void()>& work) {
   if (bad == sizes.end()) return;
   const auto rank = static_cast<int>(bad - sizes.begin());
   const std::string theirs = broadcast_text(*group, text, rank);
-  if (mine != nullptr) std::rethrow_exception(mine);
-  throw UserError(fmt::format("rank {}: {}", rank, theirs));
+  throw NoneDid{mine != nullptr
+                    ? mine
+                    : std::make_exception_ptr(UserError(fmt::format("rank {}: {}", rank, theirs)))};
 }
 
 void Settings::add(std::string name, std::string value) {

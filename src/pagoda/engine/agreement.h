@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <string>
 #include <string_view>
@@ -13,10 +14,15 @@
 
 namespace pagoda::engine {
 
-/// Does `work` on every rank, or, as far as the callers are concerned, on none: what it throws on
-/// one rank is thrown on all of them, as a UserError with that rank's number. An EngineError is
-/// thrown at once: it ends the engine, and the others hear of that. `group` null: one rank. A
-/// collective of the group.
+/// Thrown by all_or_none() on every rank: what this rank shall throw when it has undone its part.
+struct NoneDid {
+  std::exception_ptr error;
+};
+
+/// Does `work` on every rank, or, as far as the callers are concerned, on none. Where it throws on
+/// one rank, all throw NoneDid: with its exception on that rank, with a UserError that has that
+/// rank's number on the others. An EngineError is thrown at once: it ends the engine, and the
+/// others hear of that. `group` null: one rank. A collective of the group.
 void all_or_none(comm::Group* group, const std::function<void()>& work);
 
 /// Settings that must be equal on all ranks, in an order that is the same everywhere. A plain

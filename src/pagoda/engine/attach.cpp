@@ -133,7 +133,6 @@ std::vector<Page*> Runtime::attach(const std::function<ModelSpec()>& describe) {
   PAGODA_TRACE("engine", "attach");
   const Whereabouts::Inside inside(whereabouts_, in_call(Call::Attach).where());
   meet(in_call(Call::Attach));
-  // Up to the last all_or_none() a UserError comes on all ranks or on none of them.
   try {
     ModelSpec model;
     all_or_none(control_.get(), [&] { model = describe(); });
@@ -158,7 +157,10 @@ std::vector<Page*> Runtime::attach(const std::function<ModelSpec()>& describe) {
     left_free_ = {};  // what was left is for activations now
     trace_.stepped(steps_);
     return overwritten;
-  } catch (const UserError&) {
+  } catch (const NoneDid& stopped) {
+    forget_trained();
+    std::rethrow_exception(stopped.error);
+  } catch (const Diverged&) {  // on all ranks, before anything has changed
     forget_trained();
     throw;
   } catch (...) {
@@ -313,7 +315,9 @@ void Runtime::release(const std::function<void()>& copy) {
     // Nobody forgets anything before all have what they need of it.
     all_or_none(control_.get(), copy);
     forget_trained();
-  } catch (const UserError&) {  // on all ranks, of which none has changed anything
+  } catch (const NoneDid& stopped) {  // none has changed anything
+    std::rethrow_exception(stopped.error);
+  } catch (const UserError&) {  // updates have begun, on all ranks
     throw;
   } catch (...) {
     fail_and_throw();

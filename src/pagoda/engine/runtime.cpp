@@ -47,14 +47,18 @@ Runtime::Runtime(const Config& config, std::shared_ptr<comm::World> world)
     : config_(config),
       world_(std::move(world)),
       number_(world_->next_number()),
-      failure_(*world_, fmt::format("engine {}", number_)),
+      failure_(*world_, name()),
       scale_(loss_scale_options(config)),
       trace_(config.trace, config.trace_steps, world_->rank(), world_->size()) {
   try {
     build();
     if (!alone()) watch_others();
   } catch (const std::exception& error) {
-    world_->give_up(error.what());  // the others may be waiting for this rank to connect
+    if (!alone()) {  // the others may be waiting for this rank to connect, or to say something
+      fail(std::current_exception(), log::Level::Debug);
+      world_->give_up(error.what());
+      comm::Watch::fail(*world_, name(), error.what());
+    }
     throw;
   }
 }
@@ -157,7 +161,7 @@ void Runtime::watch_others() {
         std::chrono::duration<double>(seconds));
   };
   comm::Watch::Options watch;
-  watch.name = fmt::format("engine {}", number_);
+  watch.name = name();
   watch.timeout = milliseconds(config_.timeout);
   watch.interval = milliseconds(config_.heartbeat);
   watch.note = [this] {
@@ -381,8 +385,8 @@ void Runtime::end_call(const std::string& error) {
     all_or_none(control_.get(), [&] {
       if (!error.empty()) throw UserError(error);
     });
-  } catch (const UserError&) {  // this rank's caller has its own
-    if (error.empty()) throw;
+  } catch (const NoneDid& stopped) {  // this rank's caller has its own error
+    if (error.empty()) std::rethrow_exception(stopped.error);
   } catch (...) {
     fail_and_throw();
   }

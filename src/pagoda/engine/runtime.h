@@ -173,6 +173,7 @@ class Runtime {
   void agree_on_order();
   std::vector<optim::TrainedPage*> update_order(std::vector<optim::TrainedPage*> pages);
   bool scales_loss() const noexcept { return config_.loss_scale.kind != LossScale::Kind::None; }
+  std::string name() const { return fmt::format("engine {}", number_); }  // on the board
   bool alone() const noexcept { return world_->size() == 1; }
   EarlyUpdates::Mode early_mode() const noexcept;
 
