@@ -219,7 +219,7 @@ void Runtime::forget_trained() {
 
 void Runtime::detach() {
   settle();
-  reducer_->set_order({});
+  early_->step_begins(trained_, true);  // what a backward without its step has begun
   forget_trained();
 }
 

@@ -90,6 +90,8 @@ class Runtime {
   void finish();
   /// Returns when every rank has called it.
   void barrier();
+  /// Returns when the gradients of all ranks are added up; a collective.
+  void await_gradients();
   /// Drops the gradients accumulated so far, on this rank; all ranks do it at the same point.
   void zero_grad();
 
@@ -124,7 +126,6 @@ class Runtime {
   StepResult step_together(bool leaving, bool& all_leaving,
                            const std::function<void(pager::Page&)>& bumped);
   void settle();
-  void await_gradients();
   void check_order() const;
   void linger() noexcept;
   [[noreturn]] void fail_and_throw();

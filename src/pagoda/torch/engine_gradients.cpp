@@ -26,64 +26,126 @@ bool covers_storage(const at::Tensor& tensor, std::uint64_t elements) {
 void Engine::Impl::backward(const at::Tensor& loss, std::optional<bool> last) {
   runtime_->check();
   PAGODA_REQUIRE(!parameters_.empty(), "no model is attached: call attach() first");
-  ++backwards_;
-  runtime_->begin_backward(last.value_or(backwards_ == runtime_->config().accumulation));
+  runtime_->begin_backward(last.value_or(backwards_ + 1 == runtime_->config().accumulation));
   const double scale = runtime_->loss_scale();
   try {
     torch::run_backward(scale == 1 ? loss : loss * scale, pass_);
   } catch (...) {
     pass_.store(torch::kNoPass);
     runtime_->check();  // the engine's own error says more than the operator's
+    backward_failed();
     throw;
   }
   pass_.store(torch::kNoPass);
-  end_of_backward();
+  ++backwards_;
+  end_of_backward(true);
   runtime_->end_backward();
 }
 
 void Engine::Impl::zero_grad() {
-  end_of_backward();
-  runtime_->zero_grad();
+  runtime_->zero_grad();  // throws before anything is dropped
+  drop_gradients();
   backwards_ = 0;
+}
+
+/// What the runtime has not been given yet. (What is in p.grad and came from no pass is the
+/// user's.)
+void Engine::Impl::drop_gradients() {
+  (void)forget_failed_passes();
+  const std::lock_guard lock(gradient_mutex_);
+  for (Parameter& parameter : parameters_) {
+    if (parameter.fired == 0 && !parameter.left) continue;
+    parameter.fired = 0;
+    parameter.left = false;
+    if (auto alive = parameter.tensor.lock()) {
+      at::Tensor(std::move(alive)).mutable_grad() = at::Tensor();
+    }
+  }
+  partial_.clear();
+}
+
+/// How often hooks fired says nothing. As ever with torch, the gradients that have come stay, until
+/// zero_grad() drops them.
+void Engine::Impl::backward_failed() {
+  const std::lock_guard lock(gradient_mutex_);
+  for (Parameter& parameter : parameters_) {
+    parameter.left = parameter.left || parameter.fired > 0;
+    parameter.fired = 0;
+  }
 }
 
 void Engine::Impl::gradient_ready(std::size_t index, const at::Tensor& tensor) {
   runtime_->check();
   Parameter& parameter = parameters_[index];
   if (!tensor.grad().defined()) return;
+  const int ours = pass_.load();
+  const int pass = ours != torch::kNoPass ? ours : plain_pass();
   const std::lock_guard lock(gradient_mutex_);
   ++parameter.fired;
-  const int pass = pass_.load() != torch::kNoPass ? pass_.load() : plain_pass();
   const bool nested = pass != torch::current_pass();
   // Inside a checkpoint's own backward the parameter may come again: until it is known how often,
   // its gradient stays where torch adds to it.
   const std::size_t expected = parameter.fires != 0 ? parameter.fires : nested ? 0 : 1;
-  if (expected != 0 && parameter.fired == expected) take_gradient(parameter, tensor);
+  if (expected != 0 && parameter.fired == expected) take_gradient(index, tensor);
 }
 
+/// In the callback that autograd queues for the end of a pass. Where the pass fails it is dropped
+/// without having been called.
+struct Engine::Impl::OpenPass {
+  OpenPass(std::shared_ptr<PlainPasses> among, int number)
+      : passes(std::move(among)), number(number) {}
+  OpenPass(const OpenPass&) = delete;
+  OpenPass& operator=(const OpenPass&) = delete;
+  ~OpenPass() {
+    const std::lock_guard lock(passes->mutex);
+    if (std::erase(passes->open, number) > 0) passes->failed = true;
+  }
+
+  /// The pass goes to its end. Whether it is the outermost.
+  bool ends() const {
+    const std::lock_guard lock(passes->mutex);
+    const bool outermost = !passes->open.empty() && passes->open.front() == number;
+    std::erase(passes->open, number);
+    if (outermost) passes->open.clear();
+    return outermost;
+  }
+
+  const std::shared_ptr<PlainPasses> passes;
+  const int number;
+};
+
 /// The outermost pass under way where the user calls loss.backward(): the first that was seen and
-/// has not ended. When it ends, so does the micro-batch. Holds gradient_mutex_.
+/// is not over. When it ends, so does the micro-batch.
 int Engine::Impl::plain_pass() {
   const int here = torch::current_pass();
-  if (std::find(plain_passes_.begin(), plain_passes_.end(), here) == plain_passes_.end()) {
-    plain_passes_.push_back(here);
-    torch::at_end_of_pass([this, here] {
-      {
-        const std::lock_guard lock(gradient_mutex_);
-        const bool outermost = !plain_passes_.empty() && plain_passes_.front() == here;
-        std::erase(plain_passes_, here);
-        if (!outermost) return;
-        plain_passes_.clear();
-      }
-      end_of_backward();
+  bool fresh = false;
+  bool failed = false;
+  int outermost = here;
+  {
+    const std::lock_guard lock(plain_passes_->mutex);
+    std::vector<int>& open = plain_passes_->open;
+    failed = std::exchange(plain_passes_->failed, false);
+    fresh = std::find(open.begin(), open.end(), here) == open.end();
+    if (fresh) open.push_back(here);
+    outermost = open.front();
+  }
+  if (failed) backward_failed();
+  if (fresh) {
+    torch::at_end_of_pass([this, pass = std::make_shared<OpenPass>(plain_passes_, here)] {
+      if (!pass->ends()) return;
+      end_of_backward(true);
       runtime_->end_backward();
     });
   }
-  return plain_passes_.front();
+  return outermost;
 }
 
 /// Takes p.grad and hands it on, in the layout of the storage.
-void Engine::Impl::take_gradient(Parameter& parameter, const at::Tensor& tensor) {
+void Engine::Impl::take_gradient(std::size_t index, const at::Tensor& tensor) {
+  Parameter& parameter = parameters_[index];
+  // Another storage since forward: its gradient fits if that becomes the page.
+  if (tensor.storage().unsafeGetStorageImpl() != parameter.storage->key()) storage_exchanged(index);
+  parameter.left = false;
   const at::DisableRecordFunctionGuard unseen;
   at::Tensor grad = tensor.grad();
   tensor.mutable_grad() = at::Tensor();
@@ -129,16 +191,31 @@ void Engine::Impl::push(optim::TrainedPage& page, at::Tensor flat, std::vector<b
   runtime_->contribute(std::move(contribution));
 }
 
+/// Whether a pass of the user's has failed since. Where none can be under way, none is.
+bool Engine::Impl::forget_failed_passes() {
+  const std::lock_guard lock(plain_passes_->mutex);
+  bool failed = std::exchange(plain_passes_->failed, false);
+  if (!torch::in_backward()) {
+    failed = failed || !plain_passes_->open.empty();
+    plain_passes_->open.clear();
+  }
+  return failed;
+}
+
 /// What was held back in this pass goes on its way; how often each hook fires is known now.
-void Engine::Impl::end_of_backward() {
+void Engine::Impl::end_of_backward(bool ended) {
+  if (!ended && forget_failed_passes()) backward_failed();
   const std::lock_guard lock(gradient_mutex_);
-  for (Parameter& parameter : parameters_) {
-    if (parameter.fired == 0) continue;
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    Parameter& parameter = parameters_[i];
+    if (parameter.fired == 0 && !parameter.left) continue;
     if (auto alive = parameter.tensor.lock()) {
       const at::Tensor tensor(std::move(alive));
-      if (tensor.grad().defined()) take_gradient(parameter, tensor);
+      if (tensor.grad().defined()) take_gradient(i, tensor);
     }
-    parameter.fires = std::exchange(parameter.fired, 0);
+    parameter.left = false;
+    const std::size_t fired = std::exchange(parameter.fired, 0);
+    if (ended && fired > 0) parameter.fires = fired;
   }
   auto partial = std::move(partial_);
   partial_.clear();
@@ -151,7 +228,7 @@ void Engine::Impl::end_of_backward() {
 at::Tensor Engine::Impl::grad(const at::Tensor& tensor) {
   torch::PageStorage* storage = find(tensor);
   PAGODA_REQUIRE(storage != nullptr, "the tensor is no parameter of this engine");
-  end_of_backward();
+  end_of_backward(false);
   std::vector<float> flat(storage->page()->elements);
   runtime_->read_gradient(*storage->page(), flat);
   const at::Tensor all = at::empty({static_cast<std::int64_t>(flat.size())}, at::kFloat);

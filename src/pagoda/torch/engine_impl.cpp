@@ -81,12 +81,17 @@ ThreadPool& Engine::Impl::activation_pool() {
 }
 
 std::string Engine::Impl::touch_failed(std::exception_ptr error) noexcept {
-  try {
-    std::rethrow_exception(error);
-  } catch (const pager::NotHeld& mistake) {  // of the operator's caller, who may go on
-    return mistake.what();
-  } catch (...) {
-    runtime_->fail(std::current_exception());
+  // The caller's mistake, or memory that ran out, leaves all pages where they were.
+  if (!runtime_->failed()) {
+    try {
+      std::rethrow_exception(error);
+    } catch (const UserError& mistake) {
+      return mistake.told();
+    } catch (const std::bad_alloc&) {
+      return "host memory ran out while the pages of an operator were brought in";
+    } catch (...) {
+      runtime_->fail(std::current_exception());
+    }
   }
   try {
     runtime_->check();
@@ -198,8 +203,8 @@ void Engine::Impl::storage_exchanged(std::size_t index) {
       of_page_[&page].size() == 1 && tensor.storage().nbytes() == page.bytes() &&
           static_cast<Bytes>(tensor.element_size()) == page.element_size &&
           tensor.storage_offset() == 0 && tensor.device() == device(),
-      "parameter '{}' was given a storage of another size, type or device after attach(): "
-      "release() the model first",
+      "parameter '{}' was given a storage of another size, type or device after attach() (.data =, "
+      "set_, to()): write into the parameter with copy_(), or release() the model before",
       parameter.name);
   log::info("torch", "a parameter's storage was exchanged", {{"parameter", parameter.name}});
   if (const auto stream = consumer()) stream->synchronize();
@@ -381,7 +386,8 @@ void Engine::Impl::attach(const std::vector<NamedTensor>& model,
 }
 
 void Engine::Impl::check_hooks() {
-  for (const Parameter& parameter : parameters_) {
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    const Parameter& parameter = parameters_[i];
     const auto alive = parameter.tensor.lock();
     if (alive == nullptr) continue;
     PAGODA_REQUIRE(
@@ -389,20 +395,15 @@ void Engine::Impl::check_hooks() {
         "the gradient hook of '{}' was replaced after attach(): its gradient is lost; set "
         "hooks of your own before attach(), which keeps them",
         parameter.name);
-    PAGODA_REQUIRE(alive->unsafe_storage().unsafeGetStorageImpl() == parameter.storage->key(),
-                   "the storage of '{}' was exchanged after attach() (.data =, set_, to()): write "
-                   "into the parameter with copy_() instead, or release() the model before",
-                   parameter.name);
+    if (alive->unsafe_storage().unsafeGetStorageImpl() != parameter.storage->key()) {
+      storage_exchanged(i);  // no operator has used it since
+    }
   }
 }
 
 StepReport Engine::Impl::step(bool joining) {
   runtime_->check();
-  {
-    const std::lock_guard lock(gradient_mutex_);
-    plain_passes_.clear();  // of passes that failed: their end was never told
-  }
-  end_of_backward();
+  end_of_backward(false);
   check_hooks();
   backwards_ = 0;
   const auto bumped = [this](pager::Page& page) { bump(page); };
@@ -434,6 +435,9 @@ std::shared_ptr<void> Engine::Impl::pin(const at::Tensor& tensor) {
 }
 
 void Engine::Impl::release(const std::vector<at::Tensor>& model) {
+  runtime_->check();
+  end_of_backward(false);
+  runtime_->await_gradients();  // of a backward without its step: they go with the states
   runtime_->finish();
   for (const at::Tensor& tensor : model) {
     torch::PageStorage* storage = find(tensor);
@@ -467,6 +471,7 @@ void Engine::Impl::release(const std::vector<at::Tensor>& model) {
   }
   parameters_.clear();
   of_page_.clear();
+  backwards_ = 0;
 }
 
 }  // namespace pagoda
