@@ -68,6 +68,8 @@ Page& Pager::adopt(std::string name, std::uint64_t elements, Bytes element_size,
     page = pages_.back().get();
     by_id_.push_back(page);
     ++absent_;
+    const std::lock_guard graves(graveyard_mutex_);  // storage_died() cannot ask for memory
+    if (graveyard_.capacity() < pages_.size()) graveyard_.reserve(2 * pages_.size());
   }
   try {
     page->home =
@@ -220,6 +222,10 @@ void Pager::pump(const Lock& lock) {
 
 void Pager::refuse(std::string why) noexcept {
   const Lock lock(mutex_);
+  refuse(std::move(why), lock);
+}
+
+void Pager::refuse(std::string why, const Lock& /*lock*/) noexcept {
   if (refused_.empty()) refused_ = std::move(why);
   changed_.notify_all();
 }
@@ -264,6 +270,12 @@ void Pager::bind(Page& page, const Lock& /*lock*/) {
 void Pager::unbind(Page& page, const Lock& /*lock*/) {
   page.bound = false;
   if (page.binding == nullptr) return;
+  const auto denied = std::find_if(denials_.begin(), denials_.end(),
+                                   [&](const Denial& denial) { return denial.page == &page; });
+  if (denied != denials_.end()) {
+    page.binding->unbind(denied->why);
+    return;
+  }
   const std::string_view why = page.owes() ? "has a pending update" : "is not on the device";
   page.binding->unbind(
       refused_.empty() ? fmt::format("page '{}' {}: nothing announced that it would be read; {}",

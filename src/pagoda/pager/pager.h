@@ -9,6 +9,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <thread>
 #include <vector>
 
 #include "pagoda/base/thread_pool.h"
@@ -103,6 +104,14 @@ class Pager {
   /// `consumer`: as in touch(); the pages may be evicted once its work so far is over.
   void unpin(std::span<const Access> accesses, device::Stream* consumer) noexcept;
 
+  /// Bytes of the arena that a touch of these pages takes, beside those that live there.
+  Bytes needed(std::span<const Access> accesses) const;
+  /// After touch() threw: the storages of these pages throw `why` when the operator asks them for
+  /// its bytes, until allow(). Pages that other operators run on stay as they are; those that want
+  /// to on other threads wait.
+  void deny(std::span<const Access> accesses, const std::string& why) noexcept;
+  void allow(std::span<const Access> accesses) noexcept;
+
   /// Lets an operator read rows of a page where they lie, in host memory, however the device
   /// reaches it: the page's storage points there until end_lookup(), with these rows up to date.
   /// False: the page must be touched, for it lies elsewhere, or is better read on the device.
@@ -183,6 +192,13 @@ class Pager {
  private:
   using Lock = std::unique_lock<std::mutex>;
 
+  /// A page whose storage throws `why`, for an operator of that thread.
+  struct Denial {
+    const Page* page;
+    std::thread::id thread;
+    std::string why;
+  };
+
   /// What one fetch thread works with.
   struct Lane {
     std::shared_ptr<device::Stream> stream;
@@ -209,7 +225,9 @@ class Pager {
   void bind(Page& page, const Lock& lock);
   void note_raw_write(Page& page, const Lock& lock);
   void leave_lookup(Page& page) noexcept;
-  void note_reading(Page& page, device::Mark mark, const Lock& lock);
+  device::Mark mark_or_wait(device::Stream& stream, const Lock& lock) noexcept;
+  void refuse(std::string why, const Lock& lock) noexcept;
+  void note_reading(Page& page, device::Mark mark, const Lock& lock) noexcept;
   static bool home_is_read(const Page& page, const Lock& lock) noexcept;
   void await_reads(Page& page, Lock& lock);
   void let_reads_end(Page& page, Lock& lock) noexcept;
@@ -235,6 +253,7 @@ class Pager {
            tiers_.device()->checker() == nullptr;
   }
   void touch_held(std::span<const Access> accesses, const Lock& lock);
+  bool denied_to_others(std::span<const Access> accesses, const Lock& lock) const;
   void await_copies(std::span<const Access> accesses);
   void tell_checker(std::span<const Access> accesses, device::Stream* consumer) const;
   [[noreturn]] void too_large(std::span<const Access> accesses) const;
@@ -260,6 +279,7 @@ class Pager {
   Nanos stalled_ = 0;                         // guarded by mutex_: since the last touch
   std::uint32_t starved_ = 0;                 // guarded by mutex_: touches waiting for room
   std::string refused_;                       // guarded by mutex_; empty: all is well
+  std::vector<Denial> denials_;               // guarded by mutex_; empty, but for moments
   PagerStats stats_;                          // guarded by mutex_
   std::atomic<bool> any_dead_{false};
   std::mutex graveyard_mutex_;    // a leaf: storages die anywhere

@@ -45,7 +45,9 @@ bool Pager::begin_lookup(const Lookup& lookup, device::Stream* consumer) {
   const bool in_place = page.residency == Residency::Absent && page.pins == page.lookups &&
                         page.home.tier() == Tier::Host && page.whole_home() && !page.own_copy &&
                         !page.blank;
-  if (!in_place || page.fetch_error != nullptr || !refused_.empty()) {
+  const Access access{&page, false};
+  if (!in_place || page.fetch_error != nullptr || !refused_.empty() ||
+      denied_to_others({&access, 1}, lock)) {
     return false;  // touch() knows what to do
   }
   // From here on home stays as and where it is, and the page out of the way of other operators.
@@ -85,11 +87,10 @@ bool Pager::begin_lookup(const Lookup& lookup, device::Stream* consumer) {
 }
 
 void Pager::end_lookup(Page& page, device::Stream* consumer) noexcept {
-  try {
+  if (consumer != nullptr) {
     const Lock lock(mutex_);
-    if (consumer != nullptr) note_reading(page, consumer->mark(), lock);
-  } catch (const std::exception& error) {  // of the stream: the operator says so itself
-    log::debug("pager", "a lookup failed", {{"page", page.name}, {"cause", error.what()}});
+    device::Mark mark = mark_or_wait(*consumer, lock);
+    if (mark.event != nullptr) note_reading(page, std::move(mark), lock);
   }
   leave_lookup(page);
 }

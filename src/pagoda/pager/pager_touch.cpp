@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Pager: what happens when an operator touches pages, until it lets go of them.
 #include <algorithm>
+#include <new>
 #include <utility>
 
 #include "pagoda/base/error.h"
@@ -19,6 +20,22 @@ std::uint32_t pinned_here(const Page& page) {
       std::count(pins_of_this_thread.begin(), pins_of_this_thread.end(), &page));
 }
 
+/// Forgets one pin, the latest: an operator around this one may have the page pinned, too.
+void forget_pin_here(const Page& page) {
+  const auto pin = std::find(pins_of_this_thread.rbegin(), pins_of_this_thread.rend(), &page);
+  if (pin != pins_of_this_thread.rend()) pins_of_this_thread.erase(std::next(pin).base());
+}
+
+/// Whether the copy that brought the page in has failed: what is there is not the page.
+bool failed_to_arrive(const Page& page) {
+  try {
+    if (page.ready.event != nullptr && page.ready.event->done()) page.ready.event->wait();
+    return false;
+  } catch (...) {
+    return true;
+  }
+}
+
 bool among(const Page& page, std::span<const Access> accesses) {
   return std::any_of(accesses.begin(), accesses.end(),
                      [&](const Access& access) { return access.page == &page; });
@@ -35,6 +52,10 @@ void Pager::touch(std::span<const Access> accesses, std::uint8_t mode, device::S
                                                  [](const Access& access) { return access.write; });
   for (;;) {
     if (!refused_.empty()) throw EngineError(refused_);
+    if (denied_to_others(accesses, lock)) {  // until that operator has thrown
+      changed_.wait(lock);
+      continue;
+    }
     const auto owing = std::find_if(accesses.begin(), accesses.end(), [](const Access& access) {
       return access.page->owes() || access.page->lookups > 0;
     });
@@ -95,21 +116,23 @@ void Pager::touch(std::span<const Access> accesses, std::uint8_t mode, device::S
     }
     break;
   }
-  for (const Access& access : accesses) {
-    use(*access.page, access.write, mode, consumer, lock);
-    pins_of_this_thread.push_back(access.page);
-  }
-  pump(lock);
-  lock.unlock();
+  std::size_t used = 0;
   try {
+    for (const Access& access : accesses) {
+      pins_of_this_thread.push_back(access.page);
+      ++used;
+      use(*access.page, access.write, mode, consumer, lock);
+    }
+    pump(lock);
+    lock.unlock();
     if (consumer == nullptr) await_copies(accesses);
     tell_checker(accesses, consumer);
   } catch (...) {
-    const Lock relock(mutex_);
-    unpin_all(accesses, relock);
+    if (!lock.owns_lock()) lock.lock();
+    unpin_all(accesses, lock);
+    for (const Access& held : accesses.first(used)) forget_pin_here(*held.page);
     for (const Access& held : accesses) {
-      std::erase(pins_of_this_thread, held.page);
-      if (held.page->pins == 0) drop_copy(*held.page, relock);
+      if (held.page->pins == 0 && failed_to_arrive(*held.page)) drop_copy(*held.page, lock);
     }
     throw;
   }
@@ -117,8 +140,7 @@ void Pager::touch(std::span<const Access> accesses, std::uint8_t mode, device::S
 
 /// Into a CUDA graph, which will read the same addresses whenever it is replayed: only what stays
 /// there may be read. It was there when it was held, and an update that it owes comes with the next
-/// operator outside of a graph. A write is fatal to the engine: it cannot be stopped, for a page
-/// that is held does not throw.
+/// operator outside of a graph.
 void Pager::touch_held(std::span<const Access> accesses, const Lock& lock) {
   for (const Access& access : accesses) {
     if (!refused_.empty()) throw EngineError(refused_);
@@ -373,20 +395,89 @@ void Pager::unpin(std::span<const Access> accesses, device::Stream* consumer) no
   try {
     // Until now the operator was at it; on a stream, what it was given when it began says it all.
     if (consumer == nullptr) tell_checker(accesses, consumer);
-  } catch (const device::OrderingViolation&) {  // the checker keeps it
+  } catch (...) {  // the checker keeps it
   }
   const Lock lock(mutex_);
   for (const Access& access : accesses) {
     forget_pin(*access.page);
-    if (consumer != nullptr && access.write) access.page->written = consumer->mark();
+    if (consumer != nullptr && access.write) access.page->written = mark_or_wait(*consumer, lock);
   }
   unpin_all(accesses, lock);
 }
 
-/// The last pin of this thread's operators on the page is nobody's.
 void Pager::forget_pin(const Page& page) noexcept {
-  const auto pin = std::find(pins_of_this_thread.rbegin(), pins_of_this_thread.rend(), &page);
-  if (pin != pins_of_this_thread.rend()) pins_of_this_thread.erase(std::next(pin).base());
+  forget_pin_here(page);
+}
+
+/// Behind what the stream has been given so far. Where there can be no mark the work is waited for;
+/// where that fails, too, what the stream wrote cannot be trusted, and whoever touches a page next
+/// is told.
+device::Mark Pager::mark_or_wait(device::Stream& stream, const Lock& lock) noexcept {
+  try {
+    return stream.mark();
+  } catch (...) {  // a wait says why, if it matters
+  }
+  try {
+    stream.synchronize();
+  } catch (const std::exception& error) {
+    refuse(fmt::format("the stream of an operator failed: {}", error.what()), lock);
+  }
+  return {};
+}
+
+Bytes Pager::needed(std::span<const Access> accesses) const {
+  const Bytes alignment = device::ArenaOptions().alignment;
+  const Lock lock(mutex_);
+  Bytes sum = 0;
+  for (const Access& access : accesses) {
+    if (!access.page->fixed) sum += align_up(access.page->bytes(), alignment);
+  }
+  return sum;
+}
+
+void Pager::deny(std::span<const Access> accesses, const std::string& why) noexcept {
+  const Lock lock(mutex_);
+  for (const Access& access : accesses) {
+    Page& page = *access.page;
+    if (page.binding == nullptr) continue;
+    try {
+      denials_.push_back({&page, std::this_thread::get_id(), why});
+    } catch (const std::bad_alloc&) {  // other threads do not hear of it
+    }
+    // A page that other operators run on stays as it is; one that a user holds is bound again.
+    if (page.bound && page.pins > page.holds) continue;
+    page.binding->unbind(why);
+    page.bound = false;
+  }
+}
+
+void Pager::allow(std::span<const Access> accesses) noexcept {
+  const Lock lock(mutex_);
+  for (const Access& access : accesses) {
+    Page& page = *access.page;
+    const auto mine = std::find_if(denials_.begin(), denials_.end(), [&](const Denial& denial) {
+      return denial.page == &page && denial.thread == std::this_thread::get_id();
+    });
+    if (mine != denials_.end()) denials_.erase(mine);
+    if (page.bound || page.binding == nullptr) continue;
+    if (page.holds > 0 && page.residency == Residency::Resident) {
+      page.binding->bind(page.device_block().data());
+      page.bound = true;
+    } else {
+      unbind(page, lock);
+    }
+  }
+  changed_.notify_all();
+}
+
+/// Whether an operator of another thread is about to throw because it cannot have one of these. If
+/// they came now it could find some of them, and then others in their place. (What runs inside such
+/// an operator is of the same thread; and who has a page already does not wait for it.)
+bool Pager::denied_to_others(std::span<const Access> accesses, const Lock& /*lock*/) const {
+  return std::any_of(denials_.begin(), denials_.end(), [&](const Denial& denial) {
+    return denial.thread != std::this_thread::get_id() && among(*denial.page, accesses) &&
+           pinned_here(*denial.page) == 0;
+  });
 }
 
 void Pager::unpin_all(std::span<const Access> accesses, const Lock& lock) noexcept {

@@ -7,6 +7,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -17,6 +18,7 @@
 #include <torch/custom_class.h>
 
 #include "pagoda/base/error.h"
+#include "pagoda/base/log.h"
 #include "pagoda/torch/activation_store.h"
 #include "pagoda/torch/build_surroundings.h"
 #include "pagoda/torch/engine.h"
@@ -35,21 +37,12 @@ class Told : public std::runtime_error {
       : std::runtime_error(fmt::format("pagoda.{}: {}", family, text)) {}
 };
 
-/// Without the place in our sources, which is of no use to a caller who is at fault.
-std::string text_of(const UserError& error) {
-  std::string text = error.message();
-  for (const ErrorContext& item : error.contexts()) {
-    text += fmt::format(" [{}={}]", item.key, item.value);
-  }
-  return text;
-}
-
 template <class Work>
 auto telling(const Work& work) {
   try {
     return work();
   } catch (const UserError& error) {
-    throw Told("UserError", text_of(error));
+    throw Told("UserError", error.told());
   } catch (const EngineError& error) {
     throw Told("EngineError", error.what());
   }
@@ -217,13 +210,21 @@ class Enders {
       static_cast<void>(new std::shared_ptr<Engine>(std::move(engine)));
       return;
     }
+    auto last = std::make_shared<std::shared_ptr<Engine>>(std::move(engine));
     ++running_;
-    std::thread([this, last = std::move(engine)]() mutable {
-      last.reset();
-      const std::lock_guard done(mutex_);
+    try {
+      std::thread([this, last] {
+        last->reset();
+        const std::lock_guard done(mutex_);
+        --running_;
+        changed_.notify_all();
+      }).detach();
+    } catch (const std::system_error& error) {  // called by destructors: the process takes it along
       --running_;
-      changed_.notify_all();
-    }).detach();
+      log::error("torch", "an engine cannot end: no thread can be started",
+                 {{"cause", error.what()}});
+      static_cast<void>(new auto(std::move(last)));
+    }
   }
 
   /// Nothing ends from now on. Waits for what does.

@@ -102,12 +102,17 @@ const std::shared_ptr<torch::ActivationStore>& Engine::Impl::activations() {
 }
 
 std::string Engine::Impl::touch_failed(std::exception_ptr error) noexcept {
-  try {
-    std::rethrow_exception(error);
-  } catch (const UserError& mistake) {  // of the operator's caller, who may go on
-    return mistake.what();
-  } catch (...) {
-    runtime_->fail(std::current_exception());
+  // The caller's mistake, or memory that ran out, leaves all pages where they were.
+  if (!runtime_->failed()) {
+    try {
+      std::rethrow_exception(error);
+    } catch (const UserError& mistake) {
+      return mistake.told();
+    } catch (const std::bad_alloc&) {
+      return "host memory ran out while the pages of an operator were brought in";
+    } catch (...) {
+      runtime_->fail(std::current_exception());
+    }
   }
   try {
     runtime_->check();
@@ -226,8 +231,8 @@ void Engine::Impl::storage_exchanged(std::size_t index) {
       of_page_[&page].size() == 1 && tensor.storage().nbytes() == page.bytes() &&
           static_cast<Bytes>(tensor.element_size()) == page.element_size &&
           tensor.storage_offset() == 0 && tensor.device() == device(),
-      "parameter '{}' was given a storage of another size, type or device after attach(): "
-      "release() the model first",
+      "parameter '{}' was given a storage of another size, type or device after attach() (.data =, "
+      "set_, to()): write into the parameter with copy_(), or release() the model before",
       parameter.name);
   log::info("torch", "a parameter's storage was exchanged", {{"parameter", parameter.name}});
   if (const auto stream = consumer()) stream->synchronize();
@@ -436,7 +441,8 @@ void Engine::Impl::forget_parameters() {
 }
 
 void Engine::Impl::check_hooks() {
-  for (const Parameter& parameter : parameters_) {
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    const Parameter& parameter = parameters_[i];
     const auto alive = parameter.tensor.lock();
     if (alive == nullptr) continue;
     PAGODA_REQUIRE(
@@ -445,20 +451,15 @@ void Engine::Impl::check_hooks() {
         "hooks of your own before attach(), which keeps them",
         parameter.name);
     torch::keep_gradient_hook(at::Tensor(alive));
-    PAGODA_REQUIRE(alive->unsafe_storage().unsafeGetStorageImpl() == parameter.storage->key(),
-                   "the storage of '{}' was exchanged after attach() (.data =, set_, to()): write "
-                   "into the parameter with copy_() instead, or release() the model before",
-                   parameter.name);
+    if (alive->unsafe_storage().unsafeGetStorageImpl() != parameter.storage->key()) {
+      storage_exchanged(i);  // no operator has used it since
+    }
   }
 }
 
 StepReport Engine::Impl::step(bool joining) {
   runtime_->check();
-  {
-    const std::lock_guard lock(gradient_mutex_);
-    plain_passes_.clear();  // of passes that failed: their end was never told
-  }
-  end_of_backward();
+  end_of_backward(false);
   check_hooks();
   take_set_gradients();
   backwards_ = 0;
@@ -511,6 +512,7 @@ void Engine::Impl::require_whole_model(const std::vector<at::Tensor>& model) con
 
 void Engine::Impl::release(const std::vector<at::Tensor>& model) {
   require_whole_model(model);
+  drop_gradients();  // of a backward without its step: they go with the states
   /// A page as a plain tensor of one dimension.
   struct Copy {
     torch::PageStorage* storage = nullptr;
@@ -547,9 +549,6 @@ void Engine::Impl::release(const std::vector<at::Tensor>& model) {
   }
   forget_parameters();
   backwards_ = 0;
-  const std::lock_guard lock(gradient_mutex_);
-  partial_.clear();
-  plain_passes_.clear();
 }
 
 }  // namespace pagoda

@@ -76,12 +76,22 @@ class Engine::Impl final : public torch::ObserverClient {
     std::size_t fired = 0;  // in this pass
     std::size_t taken = 0;  // of `fired`, when its gradient was last taken
     bool given = false;     // it has a gradient in this step
+    bool left = false;      // p.grad has what a pass that failed has left there
   };
   /// A page of several parameters collects their gradients here.
   struct Partial {
     at::Tensor flat;
     std::vector<bool> present;
   };
+
+  /// Backward passes that the user has begun. Shared with what autograd drops when a pass is over,
+  /// which may be later than this engine.
+  struct PlainPasses {
+    std::mutex mutex;
+    std::vector<int> open;  // guarded by mutex; the first one is the outermost
+    bool failed = false;    // guarded by mutex: one ended without its end being told
+  };
+  struct OpenPass;
 
   /// A storage whose bytes went to the engine's device, and the one that has them there.
   struct Moved {
@@ -99,13 +109,17 @@ class Engine::Impl final : public torch::ObserverClient {
   void require_ours_or_nobodys(const at::Tensor& tensor, const std::string& name) const;
   void point_at(at::Tensor& tensor, const c10::Storage& storage) const;
   std::vector<optim::Segment> segments_of(const at::Tensor& tensor, std::size_t in_page) const;
-  void take_gradient(Parameter& parameter, const at::Tensor& tensor);
+  void take_gradient(std::size_t index, const at::Tensor& tensor);
   void require_none_set(const Parameter& parameter) const;
   void take_set_gradients();
   void require_scaled_loss(const Parameter& parameter, const at::Tensor& tensor) const;
   void push(optim::TrainedPage& page, at::Tensor flat, std::vector<bool> present);
   int plain_pass();
-  void end_of_backward();
+  /// `ended`: the pass went to its end; otherwise it failed, or there is none.
+  void end_of_backward(bool ended);
+  void backward_failed();
+  bool forget_failed_passes();
+  void drop_gradients();
   void check_hooks();
   void sweep();
   torch::PageStorage* find(const at::Tensor& tensor) const;
@@ -120,7 +134,7 @@ class Engine::Impl final : public torch::ObserverClient {
   std::vector<Parameter> parameters_;
   std::unordered_map<const pager::Page*, std::vector<std::size_t>> of_page_;
   std::unordered_map<const optim::TrainedPage*, Partial> partial_;  // guarded by gradient_mutex_
-  std::vector<int> plain_passes_;  // begun by the user; guarded by gradient_mutex_
+  const std::shared_ptr<PlainPasses> plain_passes_ = std::make_shared<PlainPasses>();
   std::mutex gradient_mutex_;
   std::atomic<int> pass_{-1};                // the backward pass under way, where it is ours
   std::atomic<bool> loss_is_scaled_{false};  // of others, by whoever begins them

@@ -65,7 +65,12 @@ class PendingWorks {
   void abort() noexcept {
     const std::lock_guard lock(mutex_);
     aborted_ = true;
-    for (::c10d::Work* work : works_) work->abort();  // sets a flag and wakes: does not block
+    for (::c10d::Work* work : works_) {
+      try {
+        work->abort();                   // sets a flag and wakes: does not block
+      } catch (const std::exception&) {  // it has ended by itself
+      }
+    }
   }
 
  private:
