@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator  # type: ignore[import-untyped]
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainingArguments
 
+from pagoda.engine import Engine
 from pagoda.errors import UserError
 from pagoda.optimizer import Optimizer
 
 if TYPE_CHECKING:
-    from transformers import TrainerControl, TrainerState, TrainingArguments
-
-    from pagoda.engine import Engine
+    from transformers import TrainerControl, TrainerState
 
 # What TrainingArguments.optim may be, and which of ours that is.
 _OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "sgd": "sgd",
@@ -155,6 +154,13 @@ def arguments(engine: Engine, model: torch.nn.Module, args: TrainingArguments) -
     state is not part of Trainer's checkpoints: `save_only_model` is set, and resuming from one is an
     error. Under torchrun the engine shares the work out: the model is not wrapped.
     """
+    for given, wanted in ((engine, Engine), (model, torch.nn.Module), (args, TrainingArguments)):
+        if not isinstance(given, wanted):
+            raise UserError("arguments() takes an engine, a model and TrainingArguments, and no "
+                            f"{type(given).__name__} in place of {wanted.__name__}")
+    if getattr(args, "deepspeed", None) or getattr(args, "fsdp", None):
+        raise UserError("deepspeed= and fsdp= of the arguments would shard the model a second time: the "
+                        "engine does it, with zero=")
     named = str(getattr(args.optim, "value", args.optim))
     kind = _OPTIMIZERS.get(named)
     if kind is None:

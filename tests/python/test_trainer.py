@@ -87,6 +87,14 @@ def test_what_cannot_be_is_said(tmp_path: Path) -> None:
     model = ZOO["gpt2"].make()
     with pytest.raises(pagoda.UserError, match="adafactor"):
         pagoda.trainer.arguments(engine, model, arguments(tmp_path, optim="adafactor"))
+    sharded = arguments(tmp_path)
+    sharded.deepspeed = "ds_config.json"
+    wrong: list[tuple[Any, Any, Any]] = [
+        (None, model, arguments(tmp_path)), (engine, None, arguments(tmp_path)),
+        (engine, model, None), (engine, model, sharded), (engine, model, {"learning_rate": 1})]
+    for each in wrong:
+        with pytest.raises(pagoda.UserError):
+            pagoda.trainer.arguments(*each)
 
 
 # What Trainer and Accelerate would lose without a word: there are no checkpoints of an engine yet.
