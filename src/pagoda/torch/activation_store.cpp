@@ -157,7 +157,7 @@ bool ActivationStore::can_leave(const at::Tensor& tensor, const Policy& policy) 
   if (tensor.is_leaf() && tensor.requires_grad()) return false;
   c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
   return storage->nbytes() >= std::max<Bytes>(policy.least, 1) &&
-         StorageTable::instance().find(storage) == nullptr && owns_its_memory(*storage);
+         StorageTable::instance().find(storage) == nullptr;
 }
 
 /// Whether this thread's operators become part of a CUDA graph.
@@ -260,7 +260,7 @@ void ActivationStore::leave(Kept& kept, Section& section) {
   }
   section.kept.push_back(alive);
   const Bytes bytes = kept.storage->nbytes();
-  // A little of something large is not worth its way; memory may have been exchanged since.
+  // A little of something large is not worth its way.
   const bool worth = bytes > 0 && kept.wanted >= bytes / 4 && owns_its_memory(*kept.storage);
   if (!worth || !make_home(kept, bytes)) {
     put(kept, nullptr, section);
