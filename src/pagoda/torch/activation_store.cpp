@@ -148,7 +148,9 @@ void warn_of_failed_write(const std::exception_ptr& error) {
 ActivationStore::ActivationStore(pager::Tiers& tiers, ThreadPool& pool, c10::Device device,
                                  Consumer consumer)
     : tiers_(tiers), pool_(pool), device_(device), consumer_(std::move(consumer)) {
-  if (!tiers_.device_is_host()) copies_ = tiers_.device()->make_stream({"activations", 0});
+  if (tiers_.device()->kind() != device::DeviceKind::Host) {
+    copies_ = tiers_.device()->make_stream({"activations", 0});
+  }
 }
 
 bool ActivationStore::can_leave(const at::Tensor& tensor, const Policy& policy) const {

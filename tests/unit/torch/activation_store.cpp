@@ -3,6 +3,8 @@
 // backward reads is compared with plain autograd in tests/python/test_saved_tensors.py.
 #include "pagoda/torch/activation_store.h"
 
+#include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <thread>
 
@@ -15,6 +17,7 @@
 #include "pagoda/base/error.h"
 #include "pagoda/base/log.h"
 #include "pagoda/comm/solo_world.h"
+#include "pagoda/device/emulated/emulated_device.h"
 #include "pagoda/io/fault/fault_plan.h"
 #include "pagoda/torch/engine.h"
 #include "unit/io/scratch_directory.h"
@@ -203,6 +206,80 @@ TEST_F(ActivationStoreTest, AnyThreadMayCallIt) {
   for (std::thread& thread : threads) thread.join();
   EXPECT_EQ(wrong, 0);
 }
+
+/// A device with streams, whose memory torch's CPU tensors stand for.
+class ActivationStoreStreams : public ::testing::TestWithParam<Placement> {
+ protected:
+  static pager::Tiers::Options options(const std::shared_ptr<device::Device>& device,
+                                       const std::string& directory) {
+    pager::Tiers::Options options;
+    options.device = device;
+    options.device_budget = 1_MiB;
+    options.host_budget = 64_MiB;
+    options.swap.directories = {directory};
+    options.swap.capacity = 32_MiB;
+    return options;
+  }
+
+  ActivationStore::Saved pack(const at::Tensor& tensor) {
+    return store_->pack(tensor, {.placement = GetParam(), .least = 1, .in_flight = 1_MiB});
+  }
+  /// A kernel that takes its time and then sets the tensor's bytes; it holds no reference.
+  static void fill_later(device::Stream& stream, const at::Tensor& tensor, float value) {
+    device::emulated::run_for(stream, 20'000'000, "work");
+    auto* data = static_cast<float*>(tensor.mutable_data_ptr());
+    stream.enqueue("fill",
+                   [data, value, count = tensor.numel()] { std::fill_n(data, count, value); });
+  }
+
+  const io::ScratchDirectory scratch_;
+  const std::shared_ptr<device::Device> device_ = device::emulated::make_device();
+  pager::Tiers tiers_{options(device_, scratch_.path().string())};
+  const std::shared_ptr<device::Stream> one_ = device_->make_stream({"one"});
+  const std::shared_ptr<device::Stream> two_ = device_->make_stream({"two"});
+  std::shared_ptr<device::Stream> current_ = one_;
+  ThreadPool pool_{1, "activations"};
+  const std::shared_ptr<ActivationStore> store_ = std::make_shared<ActivationStore>(
+      tiers_, pool_, c10::Device(c10::kCPU), [this] { return current_; });
+};
+
+TEST_P(ActivationStoreStreams, WhatWasQueuedBeforeItLeftIsInTheCopy) {
+  at::Tensor tensor = at::zeros({1 << 20});
+  const auto saved = pack(tensor);
+  fill_later(*one_, tensor, 3);
+  tensor.reset();
+  store_->flush();
+  EXPECT_TRUE(at::equal(store_->unpack(saved), at::full({1 << 20}, 3.0F)));
+}
+
+TEST_P(ActivationStoreStreams, OnWhicheverStreamItWasSaved) {
+  at::Tensor tensor = at::zeros({1 << 14});
+  const auto first = pack(tensor);
+  current_ = two_;
+  const auto second = pack(tensor);
+  fill_later(*one_, tensor, 4);
+  current_ = device_->make_stream({"three"});
+  tensor.reset();
+  store_->flush();
+  EXPECT_TRUE(at::equal(store_->unpack(first), at::full({1 << 14}, 4.0F)));
+  EXPECT_TRUE(at::equal(store_->unpack(second), at::full({1 << 14}, 4.0F)));
+}
+
+TEST_P(ActivationStoreStreams, LargeOnesGoInPieces) {
+  std::vector<ActivationStore::Saved> saved;
+  const std::int64_t count = (5 << 20) / 2 + 12345;  // more than one staging buffer, and a rest
+  for (int i = 0; i < 2; ++i) saved.push_back(pack(at::arange(count, at::kFloat) + i));
+  store_->flush();
+  for (int i = 1; i >= 0; --i) {
+    EXPECT_TRUE(at::equal(store_->unpack(saved[static_cast<std::size_t>(i)]),
+                          at::arange(count, at::kFloat) + i));
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Placements, ActivationStoreStreams,
+                         ::testing::Values(Placement::Host, Placement::Nvme), [](const auto& one) {
+                           return one.param == Placement::Host ? "Host" : "Nvme";
+                         });
 
 }  // namespace
 }  // namespace pagoda::torch
