@@ -235,14 +235,14 @@ WEIGHTS, KINDS = [weight for weight, _ in STEPS], [step for _, step in STEPS]
 
 
 def _leaves(rng: random.Random) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
+    generator = torch.Generator("cpu").manual_seed(rng.randrange(1 << 30))
     shapes: list[tuple[tuple[int, ...], torch.dtype]] = [
         ((8, 8), torch.float32), ((4, 6), torch.complex64), ((2, 3, 4), torch.float64),
         ((16,), torch.float32), ((), torch.float32), ((0, 3), torch.float32),
         ((4, 4), torch.complex128), ((8, 4), torch.bfloat16)]
     chosen = rng.sample(shapes, 3)
-    return [torch.randn(shape, dtype=dtype, generator=generator).requires_grad_()
-            for shape, dtype in chosen]
+    return [torch.randn(shape, dtype=dtype, generator=generator, device="cpu")
+            .to(torch.get_default_device()).requires_grad_() for shape, dtype in chosen]
 
 
 def _loss(pool: Pool) -> torch.Tensor | None:

@@ -28,7 +28,7 @@ def bytes_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     tensor = tensor.detach()
     if tensor.layout != torch.strided:
         tensor = tensor.to_dense()
-    tensor = tensor.resolve_conj().resolve_neg().contiguous()
+    tensor = tensor.resolve_conj().resolve_neg().contiguous().cpu()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     return (tensor.dtype, tuple(tensor.shape), tensor.reshape(-1).view(torch.uint8).numpy().tobytes())

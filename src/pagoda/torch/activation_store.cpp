@@ -148,7 +148,9 @@ void warn_of_failed_write(const std::exception_ptr& error) {
 ActivationStore::ActivationStore(pager::Tiers& tiers, ThreadPool& pool, c10::Device device,
                                  Consumer consumer)
     : tiers_(tiers), pool_(pool), device_(device), consumer_(std::move(consumer)) {
-  if (!tiers_.device_is_host()) copies_ = tiers_.device()->make_stream({"activations", 0});
+  if (tiers_.device()->kind() != device::DeviceKind::Host) {
+    copies_ = tiers_.device()->make_stream({"activations", 0});
+  }
 }
 
 bool ActivationStore::can_leave(const at::Tensor& tensor, const Policy& policy) const {
@@ -157,7 +159,7 @@ bool ActivationStore::can_leave(const at::Tensor& tensor, const Policy& policy) 
   if (tensor.is_leaf() && tensor.requires_grad()) return false;
   c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
   return storage->nbytes() >= std::max<Bytes>(policy.least, 1) &&
-         StorageTable::instance().find(storage) == nullptr && owns_its_memory(*storage);
+         StorageTable::instance().find(storage) == nullptr;
 }
 
 /// Whether this thread's operators become part of a CUDA graph.
@@ -260,7 +262,7 @@ void ActivationStore::leave(Kept& kept, Section& section) {
   }
   section.kept.push_back(alive);
   const Bytes bytes = kept.storage->nbytes();
-  // A little of something large is not worth its way; memory may have been exchanged since.
+  // A little of something large is not worth its way.
   const bool worth = bytes > 0 && kept.wanted >= bytes / 4 && owns_its_memory(*kept.storage);
   if (!worth || !make_home(kept, bytes)) {
     put(kept, nullptr, section);
