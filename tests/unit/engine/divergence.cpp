@@ -71,7 +71,9 @@ TEST_P(DivergedRanks, AreNamedWithTheirCallsOnEveryRank) {
       SCOPED_TRACE(all[a].name + " / " + all[b].name);
       for (const bool batch : {false, true}) {
         const auto ended = run_ranks(3, [&](auto world) {
-          SmallRank rank(plain(GetParam()), world);
+          SmallRank::Options mine = plain(GetParam());
+          mine.config.early_updates = false;  // or zero_grad() is an error of its own
+          SmallRank rank(mine, world);
           rank.attach();
           rank.backward(0);
           rank.step();
@@ -95,7 +97,7 @@ TEST_P(DivergedRanks, AreNamedWithTheirCallsOnEveryRank) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Zero, DivergedRanks, testing::Values(0U, 1U, 3U),
+INSTANTIATE_TEST_SUITE_P(Zero, DivergedRanks, testing::Values(1U, 3U),
                          testing::PrintToStringParamName());
 
 TEST(Divergence, OfSettingsNamesTheSettingAndBothValuesAndTheEnginesLive) {
