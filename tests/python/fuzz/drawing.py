@@ -295,6 +295,10 @@ def draw(seed: int, ranks: int = 1, without: set[str] | None = None) -> Program:
     drawer = Drawer(random, model, config, optimizer, ranks)
     program = Program(seed, ranks, model, optimizer, config, room, random.random() < 0.6,
                       drawer.draw_steps())
+    thaws = random.random() < 0.5 and optimizer["explicit"] and model["frozen"]
+    at = random.randrange(len(program.steps))
+    if thaws:
+        program.steps[at].insert(0, Event("freeze", {"parameter": 0, "thaw": True}, ["thaw"]))
     keep_one_late_change(program)
     joins = random.random() < 0.25 and ranks > 1
     if joins and not (without and "join" in without):

@@ -204,9 +204,10 @@ def average(session: Session, event: Event, how: str) -> None:
             kept.update({name: p.detach().clone() for name, p in named.items()})
             return
         if how == "foreach":
-            floats = [name for name in named if named[name].dtype == torch.float32]
-            torch._foreach_lerp_([kept[name] for name in floats],
-                                 [named[name] for name in floats], 0.25)
+            dtype = session.model.tokens.weight.dtype
+            alike = [name for name in named if named[name].dtype == dtype]
+            torch._foreach_lerp_([kept[name] for name in alike],
+                                 [named[name] for name in alike], 0.25)
         elif how == "lerp":
             for name, p in named.items():
                 kept[name].lerp_(p, 0.25)
@@ -242,15 +243,20 @@ def target(session: Session, event: Event) -> None:
             session.see(name, kept[name])
 
 
+def _of_one_type(session: Session) -> list[torch.Tensor]:
+    dtype = session.model.tokens.weight.dtype
+    return [p for p in session.model.parameters() if p.dtype == dtype]
+
+
 @habit
 def to_vector(session: Session, event: Event) -> None:
-    parameters = [p for p in session.model.parameters() if p.dtype == torch.float32]
+    parameters = [p for p in _of_one_type(session) if p.is_contiguous()]
     session.see("vector", parameters_to_vector(parameters))
 
 
 @habit
 def foreach(session: Session, event: Event, how: str) -> None:
-    parameters = [p for p in session.model.parameters() if p.dtype == torch.float32]
+    parameters = _of_one_type(session)
     with torch.no_grad():
         if how == "norm":
             for number, value in enumerate(torch._foreach_norm(parameters)):

@@ -162,7 +162,7 @@ class Reference:
         self.states, self.pages, self.layouts = {}, [], {}
         pages: dict[int, int] = {}
         for index, (name, parameter) in enumerate(first.named.items()):
-            if name not in first.trained or not parameter.requires_grad:
+            if name not in first.trained:
                 continue
             replicas = [member.named[name] for member in self.members]
             self.states[name] = State(name, replicas, index, self.config)

@@ -27,7 +27,7 @@ FEATURES = {
     "unstepped_release": "release() after a backward without step()",
     "reattach": "release() and attach() in the middle",
     "failures": "the user's own exceptions in forward and backward",
-    "failed_twice": "two backwards of a step that fail",
+    "backward_after_failure": "another backward in a step after one that failed",
     "threads": "reads from other threads",
     "scaled_plain_backward": "loss.backward() under a loss scale",
     "join": "ranks that end early",
@@ -64,7 +64,7 @@ class Event:
 
     def text(self) -> str:
         said = ", ".join(f"{key}={value!r}" for key, value in self.options.items()
-                         if value not in (None, False, [], ()))
+                         if value is not None and value is not False and value != [])
         where = "" if self.ranks is None else f"  [rank {', '.join(map(str, self.ranks))}]"
         return f"{self.what}({said}){where}"
 
@@ -103,8 +103,8 @@ class Program:
                     spec["checkpoint"] = "plain"
         if "reentrant_shared" in features:
             out.unshare_reentrant()
-        if "failed_twice" in features:
-            out.fail_once()
+        if "backward_after_failure" in features:
+            out.fail_last()
         if "nan_norms" in features:
             out.room["nan_norms"] = False
         if "tight_host" in features:
@@ -132,16 +132,15 @@ class Program:
                     event.leave_out(step)
         return out
 
-    def fail_once(self) -> None:
+    def fail_last(self) -> None:
         for step in self.steps:
-            failed = False
-            for event in step:
-                if event.what == "forward" and event.options["fail_backward_at"] is not None:
-                    if event.options["loss"] == "two":
-                        event.options["loss"] = "tokens"
-                    if failed:
-                        event.options["fail_backward_at"] = None
-                    failed = True
+            passes = [event for event in step if event.what == "forward"]
+            for event in passes[:-1]:
+                event.options["fail_backward_at"] = None
+            for event in passes[-1:]:
+                if event.options["fail_backward_at"] is not None and (
+                        event.options["loss"] == "two"):
+                    event.options["loss"] = "tokens"
 
     def unshare_reentrant(self) -> None:
         layers = self.model["layers"]

@@ -166,7 +166,7 @@ class Session:
             refusable = scaled or (self.early and late)
             try:
                 self.trainer.attempt(
-                    event.number * 10 + number,
+                    event.number + 10000 * number,
                     lambda: self.trainer.backward(loss, how, said, not final), refusable)
             except UsersOwn:
                 self.see("the user's own error", 1.0)
