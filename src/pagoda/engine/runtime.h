@@ -15,6 +15,7 @@
 #include "pagoda/comm/world.h"
 #include "pagoda/engine/config.h"
 #include "pagoda/engine/early_updates.h"
+#include "pagoda/engine/fit.h"
 #include "pagoda/engine/reducer.h"
 #include "pagoda/engine/shard_exchange.h"
 #include "pagoda/engine/stats.h"
@@ -116,9 +117,9 @@ class Runtime {
   Stats stats() const;
 
  private:
-  void check_fit(const std::vector<pager::Page*>& pages);
+  Fit plan_fit(const std::vector<pager::Page*>& pages, Bytes buffers);
   void check_equal_on_all_ranks(const std::vector<pager::Page*>& pages);
-  void place(const std::vector<pager::Page*>& pages);
+  void place(const std::vector<pager::Page*>& pages, const Fit& fit);
   void make_room_to_undo();
   void forget_trained();
   StepResult step_together(bool leaving, bool& all_leaving,
