@@ -344,7 +344,7 @@ def test_nonsense_is_an_error(arguments: dict[str, Any]) -> None:
 
 def test_the_familiar_engine_is_told_what_is_wrong(tmp_path: Path) -> None:
     engine, optimizer, *_ = pagoda.initialize(
-        model=stack(), config={"train_micro_batch_size_per_gpu": 4}, **SMALL)
+        model=stack(), config={"train_micro_batch_size_per_gpu": 4}, **SMALL, early_updates=False)
     for wrong in (None, 7, torch.ones(2, requires_grad=True), torch.ones(())):
         with pytest.raises(pagoda.UserError):
             engine.backward(wrong)

@@ -69,7 +69,7 @@ struct BudgetState {
                     name, format_bytes(limit), format_bytes(limit - used),
                     format_bytes_up(requested), tag, name, format_bytes_up(enough),
                     held.empty() ? "nobody" : held),
-        requested, limit - used);
+        name, limit, requested, limit - used);
   }
 };
 

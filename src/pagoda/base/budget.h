@@ -15,13 +15,23 @@ namespace pagoda {
 /// Thrown when a budget has less left than was asked for. The message lists the holders.
 class BudgetExceeded : public UserError {
  public:
-  BudgetExceeded(std::string message, Bytes requested, Bytes available)
-      : UserError(std::move(message)), requested_(requested), available_(available) {}
+  BudgetExceeded(std::string message, std::string budget, Bytes limit, Bytes requested,
+                 Bytes available)
+      : UserError(std::move(message)),
+        budget_(std::move(budget)),
+        limit_(limit),
+        requested_(requested),
+        available_(available) {}
 
+  /// Its name: the configuration's key.
+  const std::string& budget() const noexcept { return budget_; }
+  Bytes limit() const noexcept { return limit_; }
   Bytes requested() const noexcept { return requested_; }
   Bytes available() const noexcept { return available_; }
 
  private:
+  std::string budget_;
+  Bytes limit_;
   Bytes requested_;
   Bytes available_;
 };

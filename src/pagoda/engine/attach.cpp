@@ -2,12 +2,14 @@
 // Runtime::attach(): does it fit, is it equal on all ranks, and where does everything go.
 #include <algorithm>
 #include <numeric>
+#include <optional>
 #include <utility>
 
 #include "pagoda/base/error.h"
 #include "pagoda/base/log.h"
 #include "pagoda/base/trace.h"
 #include "pagoda/engine/backend.h"
+#include "pagoda/engine/fit.h"
 #include "pagoda/engine/runtime.h"
 
 namespace pagoda::engine {
@@ -19,89 +21,12 @@ using PagerPlacement = pager::Placement;
 using pager::Range;
 using pager::Tier;
 
-/// Bytes of one state, and where they may go.
-struct Need {
-  std::string_view state;
-  PagerPlacement placement;
-  Bytes bytes = 0;
-  Bytes blocks = 0;  // the same on NVMe, in whole blocks
-
-  void add(Bytes page) {
-    bytes += page;
-    blocks += pager::Tiers::nvme_bytes(page);
-  }
-};
-
 /// A gradient that comes before its turn waits on the host (Reducer::park): there is room for two.
-Need gradients_in_wait(const std::vector<Page*>& pages, bool alone) {
-  Need out{"gradients in wait", PagerPlacement::Auto};
-  if (alone) return out;
+std::vector<Bytes> gradients_in_wait(const std::vector<Page*>& pages, bool alone) {
+  if (alone) return {};
   Bytes largest = 0;
   for (const Page* page : pages) largest = std::max(largest, page->bytes());
-  for (int i = 0; i < 2; ++i) out.add(largest);
-  return out;
-}
-
-/// What a tier may hold, and what of it is free.
-struct Room {
-  Bytes limit = 0;
-  Bytes free = 0;
-};
-
-/// A budget that is enough, so that it reads well.
-std::string enough(const Room& room, Bytes missing) {
-  return format_bytes(align_up(room.limit + missing, pager::Tiers::kNvmeBlock));
-}
-
-/// Fills the tiers from the top, as allocation will; throws where something stays over.
-void fit(const std::vector<Need>& needs, const Room& device, const Room& host, const Room& nvme,
-         bool has_nvme) {
-  Bytes device_free = device.free;
-  Bytes host_free = host.free;
-  Bytes nvme_free = nvme.free;
-  std::string list;
-  Bytes missing = 0;
-  Bytes missing_device = 0;
-  bool host_helps = false;
-  for (const Need& need : needs) {
-    list += fmt::format("{}{} {} ({})", list.empty() ? "" : ", ", need.state,
-                        format_bytes(need.bytes), pager::name(need.placement));
-    Bytes rest = need.bytes;
-    if (need.placement == PagerPlacement::Device) {
-      const Bytes here = std::min(rest, device_free);
-      device_free -= here;
-      missing_device += rest - here;
-      continue;
-    }
-    if (need.placement != PagerPlacement::Nvme) {
-      const Bytes here = std::min(rest, host_free);
-      host_free -= here;
-      rest -= here;
-    }
-    if (has_nvme && rest > 0) rest += need.blocks - need.bytes;
-    const Bytes there = has_nvme ? std::min(rest, nvme_free) : 0;
-    nvme_free -= there;
-    rest -= there;
-    missing += rest;
-    host_helps = host_helps || (rest > 0 && need.placement != PagerPlacement::Nvme);
-  }
-  if (missing == 0 && missing_device == 0) return;
-  std::string help;
-  const auto advise = [&](std::string advice) {
-    help += fmt::format("{}{}", help.empty() ? "" : " or ", advice);
-  };
-  if (missing_device > 0) {
-    advise(fmt::format("raise device_budget by {}", format_bytes(missing_device)));
-    advise("place some of them on the host");
-  } else {
-    if (has_nvme) advise(fmt::format("raise nvme_budget to {}", enough(nvme, missing)));
-    if (host_helps) advise(fmt::format("raise host_budget to {}", enough(host, missing)));
-    if (!has_nvme) advise("set nvme to a directory");
-  }
-  throw UserError(fmt::format(
-      "the model's states do not fit: {}; free are {} on the device, {} on the host{}; {}", list,
-      format_bytes(device.free), format_bytes(host.free),
-      has_nvme ? fmt::format(" and {} on NVMe", format_bytes(nvme.free)) : "", help));
+  return {largest, largest};
 }
 
 /// Whether all ranks have buffers of the same names and sizes: others cannot be compared.
@@ -137,16 +62,17 @@ std::vector<Page*> Runtime::attach(const std::function<ModelSpec()>& describe) {
     ModelSpec model;
     all_or_none(control_.get(), [&] { model = describe(); });
     if (!alone()) settings(model).require_equal(*control_);
-    all_or_none(control_.get(), [&] { prepare(model); });
+    std::optional<Fit> fit;
+    all_or_none(control_.get(), [&] { fit.emplace(prepare(model)); });
     // What build() wrote goes home: once attached, it would wait in a copy for the first step().
     for (Page* page : pages_) pager_->write_back(*page);
     std::vector<Page*> overwritten;
     if (!alone()) {
       shards_->share(model.pages);
-      overwritten = start_with_values_of_rank_0(model);
+      overwritten = start_with_values_of_rank_0(model, *fit);
     }
     all_or_none(control_.get(), [&] {
-      place(model.pages);
+      place(model.pages, *fit);
       allocate_states();
     });
     {
@@ -170,7 +96,7 @@ std::vector<Page*> Runtime::attach(const std::function<ModelSpec()>& describe) {
 }
 
 /// Everything that needs no other rank, and moves nothing.
-void Runtime::prepare(ModelSpec& model) {
+Fit Runtime::prepare(ModelSpec& model) {
   for (const Optimizer& rule : model.groups) optim::require_valid(rule);
   groups_ = std::move(model.groups);
   rules_.store(hash_of(groups_), std::memory_order_relaxed);
@@ -180,8 +106,10 @@ void Runtime::prepare(ModelSpec& model) {
   for (auto page = trained_.rbegin(); page != trained_.rend(); ++page) {
     order.push_back(page->get());
   }
+  Fit fit = plan_fit(pages_, reducer_->host_bytes(order));
+  fit.check();
   reducer_->set_order(std::move(order));  // takes its buffers before states fill the host
-  check_fit(pages_);
+  return fit;
 }
 
 void Runtime::add_trained(std::vector<TrainedSpec>& specs) {
@@ -260,9 +188,10 @@ void Runtime::make_room_for_early_updates() {
     }
   }
   if (expected > 0) tiers_->host().expect(pager::tag::kEarly, expected);
-  const auto in_wait =
-      tiers_->budget(Tier::Host)
-          .try_reserve(gradients_in_wait(pages_, alone()).bytes, pager::tag::kGradients);
+  const std::vector<Bytes> waiting = gradients_in_wait(pages_, alone());
+  const auto in_wait = tiers_->budget(Tier::Host)
+                           .try_reserve(std::accumulate(waiting.begin(), waiting.end(), Bytes{0}),
+                                        pager::tag::kGradients);
   std::vector<std::uint64_t> cannot(trained_.size());
   // The gradients that come first gain most.
   for (auto last = trained_.rbegin(); last != trained_.rend(); ++last) {
@@ -330,63 +259,49 @@ void Runtime::drop(Page& page) {
 }
 
 /// Law 2: a plan that cannot fit fails before step 1 and says what would make it fit.
-void Runtime::check_fit(const std::vector<Page*>& pages) {
-  Need parameters{"parameters", pager_placement(config_.parameters)};
-  Need gradients{"gradients", pager_placement(config_.gradients)};
-  Need states{"optimizer", pager_placement(config_.optimizer)};
-  Bytes held = 0;  // homes that pages have now and that count as free
-  Bytes held_nvme = 0;
-  const Page* largest = nullptr;
+Fit Runtime::plan_fit(const std::vector<Page*>& pages, Bytes buffers) {
+  Fit fit(*tiers_);
+  fit.need_buffers(buffers);
+  fit.parameters.placement = pager_placement(config_.parameters);
+  fit.gradients.placement = pager_placement(config_.gradients);
+  fit.optimizer.placement = pager_placement(config_.optimizer);
   for (const Page* page : pages) {
     const Range range = config_.zero == 3 ? pager_->shard_of(*page) : Range{0, page->elements};
-    parameters.add(range.size() * page->element_size);
-    if (page->home.tier() == Tier::Host) held += page->home.size();
-    if (page->home.tier() == Tier::Nvme) {
-      held_nvme += pager::Tiers::nvme_bytes(page->home.size());
-    }
-    if (largest == nullptr || page->bytes() > largest->bytes()) largest = page;
+    fit.parameters.pages.push_back(range.size() * page->element_size);
+    fit.hold(page->home);
+    fit.need_page(page->name, page->bytes());
   }
   for (const auto& page : trained_) {
-    gradients.add(page->gradient_bytes());
     const Optimizer& rule = groups_[page->parameters[0].group];
     for (const optim::TrainedParameter& parameter : page->parameters) {
       PAGODA_REQUIRE_EQ(groups_[parameter.group].index(), rule.index(),
                         "parameters that share the storage '{}' need one kind of optimizer",
                         page->page->name);
     }
-    states.add(updater_->layout(*page, rule).bytes(page->updated.size()));
-    PAGODA_REQUIRE_LE(page->page->bytes(), tiers_->gradient_staging(),
-                      "the gradient of '{}' ({}) does not fit into the part of the device budget "
-                      "that gradients may take ({}); raise device_budget or gradient_staging",
-                      page->page->name, format_bytes(page->page->bytes()),
-                      format_bytes(tiers_->gradient_staging()));
+    fit.gradients.pages.push_back(page->gradient_bytes());
+    fit.optimizer.pages.push_back(updater_->layout(*page, rule).bytes(page->updated.size()));
+    fit.need_gradient(page->page->name, page->page->bytes());
   }
-  const device::ArenaStats arena = tiers_->arena().stats();
-  if (largest != nullptr && largest->bytes() > arena.capacity) {
-    throw UserError(fmt::format(
-        "the parameter '{}' alone takes {}, and the device budget has {} for pages; raise "
-        "device_budget",
-        largest->name, format_bytes(largest->bytes()), format_bytes(arena.capacity)));
+  fit.waiting.pages = gradients_in_wait(pages, alone());
+  // Where there is room for all of them, operators need not wait for any.
+  const bool whole = config_.zero != 3 || alone();
+  if (whole && fit.parameters.placement == PagerPlacement::Auto && fit.parameters_fit_on_device()) {
+    fit.parameters.placement = PagerPlacement::Device;
   }
-  std::vector<Need> needs = {parameters, gradients, states};
-  if (const Need in_wait = gradients_in_wait(pages, alone()); in_wait.bytes > 0) {
-    needs.push_back(in_wait);
-  }
-  fit(needs, {arena.capacity, arena.capacity},
-      {tiers_->budget(Tier::Host).limit(), tiers_->budget(Tier::Host).available() + held},
-      {tiers_->budget(Tier::Nvme).limit(), tiers_->budget(Tier::Nvme).available() + held_nvme},
-      tiers_->swap() != nullptr);
-  for (const auto& [need, tag] : {std::pair{&gradients, pager::tag::kGradients},
-                                  std::pair{&states, pager::tag::kOptimizer}}) {
+  for (const auto& [need, tag] : {std::pair{&fit.gradients, pager::tag::kGradients},
+                                  std::pair{&fit.optimizer, pager::tag::kOptimizer}}) {
     const bool on_host =
         need->placement != PagerPlacement::Nvme && need->placement != PagerPlacement::Device;
-    if (on_host) tiers_->host().expect(tag, need->blocks);
+    Bytes blocks = 0;
+    for (const Bytes page : need->pages) blocks += pager::Tiers::nvme_bytes(page);
+    if (on_host) tiers_->host().expect(tag, blocks);
   }
+  return fit;
 }
 
 /// DDP's rule: what rank 0 has is what training starts from. Returns the pages that were changed
 /// here.
-std::vector<Page*> Runtime::start_with_values_of_rank_0(const ModelSpec& model) {
+std::vector<Page*> Runtime::start_with_values_of_rank_0(const ModelSpec& model, const Fit& fit) {
   for (Page* page : model.pages) pager_->fill_blank(*page);
   std::vector<BufferSpec> buffers;
   if (equal_buffers(model.buffers, *control_)) buffers = model.buffers;
@@ -409,7 +324,7 @@ std::vector<Page*> Runtime::start_with_values_of_rank_0(const ModelSpec& model) 
                      page->name);
     }
     // What this rank keeps comes into what it keeps it in. Rank 0 needs whole pages until then.
-    if (shards && rank() != 0) place(model.pages);
+    if (shards && rank() != 0) place(model.pages, fit);
   });
   values.send(shards);
   values.send_buffers();
@@ -420,21 +335,20 @@ std::vector<Page*> Runtime::start_with_values_of_rank_0(const ModelSpec& model) 
   return here;
 }
 
-void Runtime::place(const std::vector<Page*>& pages) {
-  const PagerPlacement wanted = pager_placement(config_.parameters);
+void Runtime::place(const std::vector<Page*>& pages, const Fit& fit) {
+  const PagerPlacement wanted = fit.parameters.placement;
+  // What is placed on the device takes room that pages have which are only there by chance.
+  const auto there = [](const StateNeed& state) {
+    return state.placement == PagerPlacement::Device;
+  };
+  if (there(fit.parameters) || there(fit.gradients) || there(fit.optimizer)) {
+    for (Page* page : pages) pager_->evict(*page);
+  }
   if (config_.zero == 3 && !alone()) {
     for (Page* page : pages) pager_->set_home_range(*page, pager_->shard_of(*page), wanted);
     return;
   }
-  Bytes all = 0;
-  for (const Page* page : pages) all += align_up(page->bytes(), 512);
-  const bool fits = all <= tiers_->arena().stats().capacity;
-  PAGODA_REQUIRE(fits || wanted != PagerPlacement::Device,
-                 "parameters on the device need {} and the device budget has {} for pages; raise "
-                 "device_budget or place them on the host",
-                 format_bytes(all), format_bytes(tiers_->arena().stats().capacity));
-  if (wanted != PagerPlacement::Device && !(wanted == PagerPlacement::Auto && fits)) return;
-  for (Page* page : pages) pager_->evict(*page);
+  if (wanted != PagerPlacement::Device) return;
   for (Page* page : pages) pager_->fix(*page);
 }
 

@@ -15,7 +15,8 @@ namespace {
 using optim::TrainedPage;
 using pager::Range;
 
-constexpr Bytes kAlignment = 64;  // of every part of a message
+constexpr Bytes kAlignment = 64;   // of every part of a message
+constexpr Bytes kParking = 1_MiB;  // at a time, of a gradient that waits on disk
 
 Bytes flag_bytes(const TrainedPage& page) {
   return align_up((page.parameters.size() + 1 + 7) / 8, kAlignment);
@@ -61,7 +62,8 @@ Reducer::Reducer(Groups groups, pager::Pager& pager, optim::Gradients& gradients
       options_(std::move(options)),
       ranks_(groups.calls == nullptr ? 1 : groups.calls->size()),
       rank_(groups.calls == nullptr ? 0 : groups.calls->rank()),
-      stream_(pager.tiers().device()->make_stream({.name = "gradients out"})) {
+      stream_(pager.tiers().device()->make_stream({.name = "gradients out"})),
+      park_stream_(pager.tiers().device()->make_stream({.name = "park"})) {
   thread_ = std::jthread([this] {
     trace::name_thread("reduce");
     run();
@@ -80,18 +82,20 @@ Reducer::~Reducer() {
 void Reducer::set_order(std::vector<TrainedPage*> order) {
   const Lock lock(mutex_);
   PAGODA_CHECK(rounds_.empty(), "the order of gradients changes while some are on their way");
+  Plan plan = make_plan(order);
   order_ = std::move(order);
-  plan_buckets(lock);
+  buckets_ = std::move(plan.buckets);
+  take_buffers(plan.message, lock);
 }
 
 /// Cuts the round into buckets: whole shards of small pages together, large ones in pieces.
-void Reducer::plan_buckets(const Lock& /*lock*/) {
-  buckets_.clear();
+Reducer::Plan Reducer::make_plan(std::span<TrainedPage* const> order) const {
+  Plan plan;
   std::vector<Item> bucket;
   std::vector<Bytes> sizes;  // of all items
   Bytes filled = 0;
   Bytes flags = 0;
-  for (TrainedPage* page : order_) {
+  for (TrainedPage* page : order) {
     const std::uint64_t shard = pager_.sharding().of(page->elements(), 0).size();
     const Bytes size = page->page->element_size;
     flags = std::max(flags, flag_bytes(*page));
@@ -103,7 +107,7 @@ void Reducer::plan_buckets(const Lock& /*lock*/) {
       const std::uint64_t count = std::min(most, shard - done);
       const Bytes bytes = count * size * static_cast<Bytes>(ranks_);
       if (filled + bytes > options_.bucket && !bucket.empty()) {
-        buckets_.push_back(std::exchange(bucket, {}));
+        plan.buckets.push_back(std::exchange(bucket, {}));
         filled = 0;
       }
       bucket.push_back({page, done, count, done + count == shard});
@@ -112,10 +116,10 @@ void Reducer::plan_buckets(const Lock& /*lock*/) {
       done += count;
     } while (done < shard);
   }
-  if (!bucket.empty()) buckets_.push_back(std::move(bucket));
+  if (!bucket.empty()) plan.buckets.push_back(std::move(bucket));
   // One rank alone needs no messages; a GPU's gradients still need a place to arrive at.
   const bool staged = ranks_ > 1 || !pager_.tiers().device_is_host();
-  if (!staged || sizes.empty()) return;
+  if (!staged || sizes.empty()) return plan;
   // Whatever the order, a bucket is no larger than this: the buffers are taken once, at attach.
   std::sort(sizes.begin(), sizes.end());
   const Bytes data = std::max(options_.bucket, sizes.back());
@@ -128,17 +132,36 @@ void Reducer::plan_buckets(const Lock& /*lock*/) {
   }
   const Bytes all = std::accumulate(sizes.begin(), sizes.end(), Bytes{0});
   // At least a block of elements: run_alone() takes whole blocks at a time.
-  const Bytes largest = std::max<Bytes>(
+  plan.message = std::max<Bytes>(
       pager::Sharding::kBlock * sizeof(float),
       std::min(data, all) + items * static_cast<Bytes>(ranks_) * (flags + kAlignment));
-  if (largest <= buffer_bytes_) return;
+  return plan;
+}
+
+/// What buffers of that many bytes take: one for each way.
+Bytes Reducer::buffers_for(Bytes message) const {
+  const bool parks = ranks_ > 1 && !pager_.tiers().device_is_host();
+  return message == 0 ? 0 : (ranks_ > 1 ? 2 : 1) * message + (parks ? kParking : 0);
+}
+
+Bytes Reducer::host_bytes(std::span<TrainedPage* const> order) const {
+  const Bytes wanted = buffers_for(make_plan(order).message);
+  const Bytes taken = buffers_for(buffer_bytes_);
+  return wanted - std::min(wanted, taken);
+}
+
+void Reducer::take_buffers(Bytes message, const Lock& /*lock*/) {
+  if (message <= buffer_bytes_) return;
+  buffer_bytes_ = 0;
   outgoing_ = {};
   incoming_ = {};
-  outgoing_ = pager_.tiers().host().allocate(largest, pager::tag::kStaging, "gradients out");
-  if (ranks_ > 1) {
-    incoming_ = pager_.tiers().host().allocate(largest, pager::tag::kStaging, "gradients in");
+  pager::HostMemory& host = pager_.tiers().host();
+  outgoing_ = host.allocate(message, pager::tag::kStaging, "gradients out");
+  if (ranks_ > 1) incoming_ = host.allocate(message, pager::tag::kStaging, "gradients in");
+  if (ranks_ > 1 && !pager_.tiers().device_is_host() && parking_.data() == nullptr) {
+    parking_ = host.allocate(kParking, pager::tag::kStaging, "parked gradients");
   }
-  buffer_bytes_ = largest;
+  buffer_bytes_ = message;
 }
 
 void Reducer::begin(bool last) {
@@ -200,12 +223,18 @@ void Reducer::park(Arrival& arrival) {
   if (tiers.device_is_host()) {
     tiers.write(arrival.parked, 0, {arrival.contribution.data, page.page->bytes()});
   } else {
-    std::vector<std::byte> bytes(page.page->bytes());
-    const auto stream = tiers.device()->make_stream({.name = "park"});
-    stream->copy_async(bytes.data(), arrival.contribution.data, bytes.size(),
-                       device::Direction::DeviceToHost, page.page->name);
-    stream->synchronize();
-    tiers.write(arrival.parked, 0, bytes);
+    const bool in_memory = arrival.parked.data() != nullptr;
+    const Bytes most = in_memory ? page.page->bytes() : kParking;
+    const std::lock_guard parking(park_mutex_);
+    for (Bytes done = 0; done < page.page->bytes();) {
+      const Bytes piece = std::min(most, page.page->bytes() - done);
+      std::byte* to = in_memory ? arrival.parked.data() : parking_.data();
+      park_stream_->copy_async(to, arrival.contribution.data + done, piece,
+                               device::Direction::DeviceToHost, page.page->name);
+      park_stream_->synchronize();
+      if (!in_memory) tiers.write(arrival.parked, done, {to, piece});
+      done += piece;
+    }
   }
   arrival.contribution.keep.reset();
   arrival.contribution.data = nullptr;

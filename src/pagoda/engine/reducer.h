@@ -75,6 +75,8 @@ class Reducer {
   /// The pages of a round in the order in which the ranks go through them: the same everywhere. Not
   /// while a round is open.
   void set_order(std::vector<optim::TrainedPage*> order);
+  /// Host memory that set_order() with these pages would take, beyond what it has taken before.
+  Bytes host_bytes(std::span<optim::TrainedPage* const> order) const;
 
   /// A micro-batch's gradients begin to come; `last`: of the step. Optional: push() begins a round
   /// by itself.
@@ -118,6 +120,10 @@ class Reducer {
     std::uint64_t count;
     bool last;  // of its page
   };
+  struct Plan {
+    std::vector<std::vector<Item>> buckets;
+    Bytes message = 0;  // the most that goes one way at a time; 0: no buffers are needed
+  };
   using Lock = std::unique_lock<std::mutex>;
 
   void run();
@@ -131,7 +137,9 @@ class Reducer {
   bool ask(optim::TrainedPage& page, const Round* round);
   void release(Arrival& arrival, const Lock& lock);
   void park(Arrival& arrival);
-  void plan_buckets(const Lock& lock);
+  Plan make_plan(std::span<optim::TrainedPage* const> order) const;
+  Bytes buffers_for(Bytes message) const;
+  void take_buffers(Bytes message, const Lock& lock);
 
   template <class Work>
   void with_others(const Work& work);
@@ -164,6 +172,9 @@ class Reducer {
   bool may_begin_ = true;  // the thread's own: updates of this round may begin before step()
 
   std::shared_ptr<device::Stream> stream_;
+  std::mutex park_mutex_;                        // one gradient is parked at a time
+  std::shared_ptr<device::Stream> park_stream_;  // guarded by park_mutex_
+  pager::HostBlock parking_;                     // guarded by park_mutex_; for what goes to disk
   pager::HostBlock outgoing_;
   pager::HostBlock incoming_;
   Bytes buffer_bytes_ = 0;

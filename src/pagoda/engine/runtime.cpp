@@ -11,6 +11,7 @@
 #include "pagoda/device/ordering_checker.h"
 #include "pagoda/engine/backend.h"
 #include "pagoda/engine/gradient_gather.h"
+#include "pagoda/engine/host_need.h"
 #include "pagoda/io/checksum.h"
 #include "pagoda/kernels/gradient_norm.h"
 
@@ -67,7 +68,7 @@ void Runtime::build() {
   config_.validate();
   const auto on_failure = [this](std::exception_ptr error) { fail(std::move(error)); };
   device_ = make_device(config_);
-  tiers_ = std::make_unique<pager::Tiers>(tiers_options(config_, device_));
+  tiers_ = make_tiers(config_, device_, world_->size());
   if (config_.activation_reserve > 0) {
     left_free_ =
         tiers_->budget(Tier::Host).reserve(config_.activation_reserve, "activation_reserve");
@@ -94,7 +95,7 @@ void Runtime::build() {
   updates.moments =
       config_.moments == MomentType::Bf16 ? kernels::Dtype::BF16 : kernels::Dtype::F32;
   updates.chunk = align_up(config_.update_chunk / sizeof(float), pager::Sharding::kBlock);
-  updates.buffers = config_.update_buffers;
+  updates.buffers = update_buffers(config_, device_->kind(), world_->size());
   updates.seed = config_.seed;
   updates.on_failure = on_failure;
   updater_ = std::make_unique<optim::Updater>(*pager_, *pool_, updates);

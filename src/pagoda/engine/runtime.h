@@ -18,6 +18,7 @@
 #include "pagoda/engine/config.h"
 #include "pagoda/engine/early_updates.h"
 #include "pagoda/engine/failure.h"
+#include "pagoda/engine/fit.h"
 #include "pagoda/engine/initial_values.h"
 #include "pagoda/engine/reducer.h"
 #include "pagoda/engine/shard_exchange.h"
@@ -149,12 +150,12 @@ class Runtime {
   /// Begins a collective call: returns what all ranks do, when all gradients are added up.
   Collective meet(Collective mine);
   Collective in_call(Call call) const;
-  void prepare(ModelSpec& model);
+  Fit prepare(ModelSpec& model);
   void add_trained(std::vector<TrainedSpec>& specs);
   Settings settings(const ModelSpec& model) const;
-  void check_fit(const std::vector<pager::Page*>& pages);
-  std::vector<pager::Page*> start_with_values_of_rank_0(const ModelSpec& model);
-  void place(const std::vector<pager::Page*>& pages);
+  Fit plan_fit(const std::vector<pager::Page*>& pages, Bytes buffers);
+  std::vector<pager::Page*> start_with_values_of_rank_0(const ModelSpec& model, const Fit& fit);
+  void place(const std::vector<pager::Page*>& pages, const Fit& fit);
   void allocate_states();
   void make_room_for_early_updates();
   void forget_trained();

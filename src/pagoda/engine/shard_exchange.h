@@ -7,6 +7,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <string>
 #include <unordered_map>
@@ -17,6 +18,7 @@
 #include "pagoda/optim/trained_page.h"
 #include "pagoda/optim/updater.h"
 #include "pagoda/pager/pager.h"
+#include "pagoda/pager/staging_pool.h"
 
 namespace pagoda::engine {
 
@@ -29,13 +31,24 @@ class ShardExchange final : public pager::RemoteShards {
     int rank = 0;
     /// Every rank keeps whole pages and updates its part of them (stages 1 and 2).
     bool whole_pages = false;
-    /// Host bytes that a page which is not in memory is completed through.
+    /// Bytes that ranks ask of each other at a time, the same on all of them.
     Bytes staging = 4_MiB;
     /// Told of what goes wrong here, on the thread that met it.
     std::function<void(std::exception_ptr)> on_failure;
     /// Told when this rank can no longer answer the others.
     std::function<void(const std::string& reason)> on_end;
   };
+
+  /// Buffers of Options::staging bytes for what is not in memory: through two of them others are
+  /// served, and through two more pages are completed where they are kept whole. Apart, for who
+  /// completes a page waits for those who serve.
+  static constexpr Bytes staging_buffers(bool whole_pages) noexcept {
+    return kServed + (whole_pages ? kCompleted : 0);
+  }
+  /// …which are taken unless everything lies in memory that the host may read.
+  static constexpr bool needs_buffers(device::DeviceKind kind, bool swaps) noexcept {
+    return kind != device::DeviceKind::Host || swaps;
+  }
 
   ShardExchange(std::unique_ptr<comm::Group> group, pager::Pager& pager, optim::Updater& updater,
                 Options options);
@@ -62,6 +75,9 @@ class ShardExchange final : public pager::RemoteShards {
   comm::PullService::Stats stats() const { return pulls_->stats(); }
 
  private:
+  static constexpr std::size_t kServed = 2;
+  static constexpr std::size_t kCompleted = 2;
+
   struct Served {
     std::uint64_t version = 0;
     Bytes bytes = 0;
@@ -76,6 +92,8 @@ class ShardExchange final : public pager::RemoteShards {
   std::uint64_t key_of(pager::PageId page);
   std::shared_ptr<pager::Page> find(std::uint64_t key);
 
+  void add_pulls(const Piece& piece, std::uint64_t key, std::uint64_t version,
+                 std::vector<comm::Pull>& pulls) const;
   void serve(const comm::PullRequest& request, comm::PullReply& reply);
   void served(const pager::Page& page, std::uint64_t version, Bytes bytes);
   void complete(optim::TrainedPage& page, std::uint64_t version);
@@ -94,6 +112,8 @@ class ShardExchange final : public pager::RemoteShards {
   std::uint64_t next_key_ = 1;                               // guarded by mutex_
   bool failed_ = false;                                      // guarded by mutex_
 
+  std::optional<pager::StagingPool> to_serve_;     // where something is not in memory
+  std::optional<pager::StagingPool> to_complete_;  // …and pages are kept whole
   std::unique_ptr<comm::PullService> pulls_;
   ThreadPool completers_;  // last: its threads use all of the above
 };

@@ -19,6 +19,7 @@ Pager::Pager(Tiers& tiers, Options options)
   unsigned number = 0;
   for (Lane& lane : lanes_) {
     lane.stream = tiers_.device()->make_stream({.name = fmt::format("pages in {}", number++)});
+    if (tiers_.device()->kind() == device::DeviceKind::Host) continue;  // filled without it
     lane.staging = tiers_.host().allocate(options_.staging, tag::kStaging, "fetch staging");
   }
   write_staging_ = tiers_.host().allocate(options_.staging, tag::kStaging, "write-back staging");

@@ -62,6 +62,12 @@ class Pager {
     DroppedWait dropped_wait = DroppedWait::None;
   };
 
+  /// Buffers of Options::staging bytes that a pager takes: one for write-backs and, where the host
+  /// cannot fill the device's memory itself, one for each fetch thread.
+  static Bytes staging_buffers(device::DeviceKind kind, unsigned fetch_threads) noexcept {
+    return 1 + (kind == device::DeviceKind::Host ? 0 : fetch_threads);
+  }
+
   Pager(Tiers& tiers, Options options);
   Pager(const Pager&) = delete;
   Pager& operator=(const Pager&) = delete;

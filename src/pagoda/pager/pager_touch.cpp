@@ -338,15 +338,15 @@ void Pager::too_large(std::span<const Access> accesses) const {
   // Where the sum would fit, what is pinned lies in its way: behind it there is room for all.
   const Bytes needed = held + blocks > arena.capacity ? held + blocks : arena.capacity + blocks;
   throw OperatorTooLarge(fmt::format(
-      "an operator needs {}{} of pages at once, and device_budget = {} has {} for pages{}: raise "
-      "device_budget to at least {}; it uses {}",
+      "an operator needs {}{} of pages at once: {}; device_budget = {} has {} for pages{}: raise "
+      "device_budget to at least {}",
       format_bytes(sum),
       blocks == sum
           ? ""
           : fmt::format(" ({} in blocks of {} B)", format_bytes(blocks), Tiers::kDeviceBlock),
-      format_bytes(tiers_.options().device_budget), format_bytes(arena.capacity),
+      list, format_bytes(tiers_.options().device_budget), format_bytes(arena.capacity),
       held == 0 ? "" : fmt::format(", {} of it pinned or placed there", format_bytes(held)),
-      format_bytes_up(Tiers::least_device_budget(tiers_.options(), needed, 0)), list));
+      format_bytes_up(Tiers::least_device_budget(tiers_.options(), needed, 0))));
 }
 
 /// Waits until the page is neither on its way in nor out; throws what kept it from coming in.

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <algorithm>
 #include <memory>
 #include <optional>
 #include <span>
@@ -92,9 +93,20 @@ class Tiers {
   const std::shared_ptr<device::Device>& device() const noexcept { return options_.device; }
   /// Resident pages.
   device::Arena& arena() noexcept { return *arena_; }
+  const device::Arena& arena() const noexcept { return *arena_; }
   HostMemory& host() noexcept { return host_memory_; }
   /// Null without swap directories.
   io::SwapSpace* swap() noexcept { return swap_.get(); }
+  bool swaps() const noexcept { return swap_ != nullptr; }
+  /// Host memory of the checksums of so many bytes on NVMe.
+  Bytes checksum_bytes(Bytes on_nvme) const noexcept {
+    return swap_ == nullptr ? 0 : swap_->sum_bytes(on_nvme);
+  }
+  /// Host memory that is not given to homes, for the checksums of what goes to NVMe later.
+  Bytes kept_for_checksums(Bytes nvme_available, Bytes host_limit) const noexcept {
+    constexpr Bytes kMost = 16;  // one part in so many
+    return std::min(checksum_bytes(nvme_available), host_limit / kMost);
+  }
   Bytes gradient_staging() const noexcept { return options_.gradient_staging; }
   const Options& options() const noexcept { return options_; }
 
@@ -102,6 +114,7 @@ class Tiers {
   const Budget& budget(Tier tier) const noexcept;
 
  private:
+  Home on_device(Bytes bytes, std::string_view tag, std::string_view name);
   Home on_nvme(Bytes bytes, std::string_view tag);
 
   Options options_;

@@ -311,6 +311,31 @@ std::vector<optim::Segment> Engine::Impl::segments_of(const at::Tensor& tensor,
   return out;
 }
 
+/// Adopts a parameter of a model. Where a budget has no room for it, says what all that are left
+/// would need: nobody shall find that out parameter by parameter.
+torch::PageStorage& Engine::Impl::adopt_of(const std::vector<NamedTensor>& model,
+                                           const std::string& name, const at::Tensor& tensor) {
+  try {
+    return adopt(tensor, name);
+  } catch (const BudgetExceeded& full) {
+    const bool on_nvme = full.budget() == runtime_->tiers().budget(pager::Tier::Nvme).name();
+    std::unordered_set<const c10::StorageImpl*> seen;
+    Bytes left = 0;
+    for (const auto& [other, other_tensor] : model) {
+      if (!other_tensor.has_storage() || find(other_tensor) != nullptr) continue;
+      if (!seen.insert(other_tensor.storage().unsafeGetStorageImpl()).second) continue;
+      const Bytes bytes = other_tensor.storage().nbytes();
+      left += on_nvme ? pager::Tiers::nvme_bytes(bytes) : bytes;
+    }
+    throw UserError(fmt::format(
+        "{} = {} has {} left, and the parameters from '{}' on need {}: raise {} to at least {}, "
+        "and more for gradients and optimizer states that lie there",
+        full.budget(), format_bytes(full.limit()), format_bytes(full.available()), name,
+        format_bytes(left), full.budget(),
+        format_bytes_up(full.limit() - full.available() + std::max(left, full.requested()))));
+  }
+}
+
 void Engine::Impl::attach(const std::vector<NamedTensor>& model, std::vector<ParameterGroup> groups,
                           const std::vector<NamedTensor>& buffers) {
   runtime_->check();
@@ -370,7 +395,7 @@ engine::ModelSpec Engine::Impl::describe(const std::vector<NamedTensor>& model,
   for (const auto& [name, tensor] : model) {
     if (!seen.emplace(tensor.unsafeGetTensorImpl(), true).second) continue;
     const auto index = static_cast<std::uint32_t>(seen.size() - 1);
-    torch::PageStorage& storage = adopt(tensor, name);
+    torch::PageStorage& storage = adopt_of(model, name, tensor);
     pager::Page& page = *storage.page();
     page.name = name;
     if (std::find(pages.begin(), pages.end(), &page) == pages.end()) pages.push_back(&page);

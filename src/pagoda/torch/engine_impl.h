@@ -30,6 +30,8 @@ class Engine::Impl final : public torch::ObserverClient {
 
   /// Makes the tensor's storage a page, if it is none yet.
   torch::PageStorage& adopt(const at::Tensor& tensor, const std::string& name);
+  torch::PageStorage& adopt_of(const std::vector<NamedTensor>& model, const std::string& name,
+                               const at::Tensor& tensor);
   void attach(const std::vector<NamedTensor>& model, std::vector<ParameterGroup> groups,
               const std::vector<NamedTensor>& buffers);
   void release(const std::vector<at::Tensor>& model);
