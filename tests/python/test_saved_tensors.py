@@ -16,6 +16,8 @@ import saved_cases
 import saved_programs
 import torch
 from saved_trial import PLACES, TIMINGS, Trial, differences, make_engine, run, wait_until_dropped
+from torch.autograd.graph import saved_tensors_hooks
+from zoo import ZOO
 
 import pagoda
 
@@ -117,6 +119,33 @@ def test_a_storage_is_copied_once_and_when_its_last_holder_is_gone() -> None:
     z.sum().backward()
     assert first is not None and x.grad is not None and torch.equal(first, x.grad)
     wait_until_dropped(engine)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "t5", "convolutions", "lstm"])
+def test_a_model_offloads_what_autograd_keeps_and_nothing_twice(name: str) -> None:
+    specimen = ZOO[name]
+    torch.manual_seed(0)
+    model = specimen.make()
+    known = {t.untyped_storage()._cdata for t in [*model.parameters(), *model.buffers()]}
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in known:
+            storages[storage._cdata] = storage  # and keeps its address from being used again
+        return tensor.detach()
+
+    with saved_tensors_hooks(note, lambda tensor: tensor):
+        specimen.loss(model, 0)
+    kept = sum(storage.nbytes() for storage in storages.values())
+    storages.clear()
+    engine = pagoda.Engine(device="cpu", device_budget="1MiB")
+    around: Any = engine.activations("host", least=1)
+    with around:
+        loss = specimen.loss(model, 0)
+    around.handle.flush()
+    assert 0.95 * kept < used(engine) <= kept
+    del loss
 
 
 @pytest.mark.parametrize("least", [1, "16KiB"])

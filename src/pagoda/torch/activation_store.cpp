@@ -138,7 +138,7 @@ void warn_of_failed_write(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
   } catch (const std::exception& cause) {
-    log::warn("torch", "an activation could not be written: it stays on the device",
+    log::warn("torch", "activations that cannot be written stay on the device",
               {{"cause", cause.what()}});
   }
 }
@@ -343,8 +343,10 @@ void ActivationStore::write(const std::shared_ptr<Kept>& kept, std::uint64_t tur
       error = std::current_exception();
     }
   }
+  bool told = false;
   {
     Section section(mutex_);
+    if (error != nullptr) told = std::exchange(told_of_failure_, true);
     leaving_ -= bytes;
     if (storage && kept->turn == turn) {
       ++kept->turn;
@@ -357,7 +359,7 @@ void ActivationStore::write(const std::shared_ptr<Kept>& kept, std::uint64_t tur
       }
     }
   }
-  if (error != nullptr) warn_of_failed_write(error);
+  if (error != nullptr && !told) warn_of_failed_write(error);
   storage.reset();
   written_.notify_all();
 }

@@ -125,7 +125,8 @@ class ActivationStore : public std::enable_shared_from_this<ActivationStore> {
   Bytes restored_bytes_ = 0;  // of those
   Bytes leaving_ = 0;         // not copied yet
   Bytes ahead_ = 0;           // back, not asked for
-  bool told_ = false;         // that something stays
+  bool told_ = false;         // that something stays for want of room
+  bool told_of_failure_ = false;
   bool paused_ = false;
   std::vector<std::function<void()>> held_back_;  // copies, while paused
 };
