@@ -31,6 +31,12 @@ def test_random_programs(ranks: int, seeds: str) -> None:
     assert result.returncode == 0, result.stdout[-20000:] + result.stderr[-4000:]
 
 
+def test_kept_programs() -> None:
+    """What failed once."""
+    result = run("--kept", "--without", ",".join(WITHOUT))
+    assert result.returncode == 0, result.stdout[-20000:] + result.stderr[-4000:]
+
+
 def test_a_wrong_bit_is_seen() -> None:
     """The comparison can fail: an engine with another learning rate is told, and replayed."""
     result = run("--seeds", "0:3", "--wrong", "rate")

@@ -82,12 +82,13 @@ class Program:
     build: bool  # made inside engine.build()
     steps: list[list[Event]]
 
-    def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
+    def to_json(self, indent: int | None = None) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=indent)
 
     @staticmethod
     def from_json(text: str) -> Program:
         values = json.loads(text)
+        values["model"].setdefault("hooks", [])
         values["steps"] = [[Event(**event) for event in step] for step in values["steps"]]
         return Program(**values)
 
@@ -105,6 +106,10 @@ class Program:
             out.unshare_reentrant()
         if "backward_after_failure" in features:
             out.fail_last()
+        if "late_reads" in features:  # by a recomputation, after the gradient has gone
+            for spec in out.model["layers"]:
+                if spec["kind"] == "borrower" and spec["options"]["how"] == "detached":
+                    spec["options"]["how"] = "add"
         if "nan_norms" in features:
             out.room["nan_norms"] = False
         if "tight_host" in features:

@@ -6,6 +6,7 @@
     run.py --seeds 0:200 --ranks 2
     run.py --seed 17 --minimise    tries to make a failing program smaller
     run.py --program FILE          one that was kept by --minimise
+    run.py --kept                  those of kept.py
     run.py --without late_reads,…  leaves habits out (--features lists them)
 """
 
@@ -22,6 +23,22 @@ import chunks
 import program as programs
 
 
+def run_kept(without: set[str], limit: float) -> int:
+    """Those of kept.py whose feature is not left out."""
+    import kept
+    failed = 0
+    for name, (program, times, feature) in kept.KEPT.items():
+        if feature in without:
+            print(f"left out: {name} ({feature})")
+            continue
+        runner = chunks.Runner(program.ranks, set(), limit, times)
+        runner.fixed = program
+        failed += bool(runner.run([program.seed] * times, 1).failures)
+        print(f"done: {name}", flush=True)
+    print(f"{len(kept.KEPT)} programs, {failed} failed")
+    return 1 if failed else 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -33,6 +50,7 @@ def main() -> int:
     parser.add_argument("--features", action="store_true")
     parser.add_argument("--minimise", action="store_true")
     parser.add_argument("--program", type=Path)
+    parser.add_argument("--kept", action="store_true")
     parser.add_argument("--chunk", type=int, default=25, help="programs in one process")
     parser.add_argument("--limit", type=float, default=40.0, help="seconds for one program")
     parser.add_argument("--keep-going", type=int, default=10, help="failures until it stops")
@@ -50,6 +68,8 @@ def main() -> int:
         without = set(programs.FEATURES) - set(arguments.only.split(","))
     if unknown := without - set(programs.FEATURES):
         parser.error(f"there is no feature {', '.join(sorted(unknown))}")
+    if arguments.kept:
+        return run_kept(without, arguments.limit)
     one = arguments.program is not None or arguments.seed is not None
     if arguments.seed is not None:
         seeds = [arguments.seed]
