@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include <c10/util/Exception.h>
 #include <fmt/format.h>
 
 #include "flags.h"
@@ -83,6 +84,9 @@ int main(int argc, char** argv) {
     if (const auto flags = tiny_gpt::parse_flags(argc, argv)) tiny_gpt::demo(*flags);
   } catch (const pagoda::UserError& error) {
     fmt::print(stderr, "tiny_gpt: {}\n", error.message());
+    return 2;
+  } catch (const c10::Error& error) {  // of an operator: what the engine told it
+    fmt::print(stderr, "tiny_gpt: {}\n", error.what_without_backtrace());
     return 2;
   } catch (const std::exception& error) {
     fmt::print(stderr, "tiny_gpt: {}\n", error.what());

@@ -82,7 +82,7 @@ def test_updates_do_not_wait_for_the_norm(results: Path) -> None:
     assert updates["rolled_back"] == 0
     # Master and moments once more.
     host = row["holders"]["host"]
-    assert host["early updates"] == pytest.approx(host["optimizer"] + host["parameters"], rel=0.01)
+    assert host["early updates"] == pytest.approx(host["optimizer"] + host["parameters"], rel=0.03)
 
 
 def test_text_is_learnt(results: Path) -> None:

@@ -451,7 +451,9 @@ std::string refusal_of_other_values(int rank) {
     for (std::size_t r = 0; r < 2; ++r) {
       threads.emplace_back([&, r] {
         out[r] = said([&] {
-          Engine engine(small_config(), worlds[r]);
+          pagoda::Config config = small_config();
+          config.initial = pagoda::Initial::Check;
+          Engine engine(config, worlds[r]);
           nn::Linear model(30, 30);
           const at::NoGradGuard no_grad;
           model->weight.fill_(static_cast<double>(r));

@@ -230,7 +230,7 @@ class Reference:
                 state.update(self.group_of(state.name), factor)
         for state in filled:
             state.sum = None
-        return self.steps if filled or skips else 0, skips, norm, self.scale
+        return self.steps, skips, norm, self.scale
 
     def follow_scale(self, finite: bool) -> None:
         if not finite:
