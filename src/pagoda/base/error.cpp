@@ -13,6 +13,12 @@ void Error::add_context(ErrorContext item) {
   compose();
 }
 
+std::string Error::told() const {
+  std::string text = message_;
+  for (const ErrorContext& item : contexts_) text += fmt::format(" [{}={}]", item.key, item.value);
+  return text;
+}
+
 void Error::compose() {
   text_ = message_;
   if (!contexts_.empty()) {

@@ -119,12 +119,24 @@ bool passed(const device::Mark& mark) noexcept {
   }
 }
 
+/// Of what has gone, only the order matters.
+void wait_quietly(const device::Mark& mark) noexcept {
+  try {
+    mark.event->wait();
+  } catch (...) {
+  }
+}
+
 }  // namespace
 
 /// A stream has been given something that reads the page's home until `mark`.
-void Pager::note_reading(Page& page, device::Mark mark, const Lock& /*lock*/) {
+void Pager::note_reading(Page& page, device::Mark mark, const Lock& /*lock*/) noexcept {
   std::erase_if(page.reading, passed);
-  page.reading.push_back(std::move(mark));
+  try {
+    page.reading.push_back(mark);
+  } catch (...) {  // no memory to remember it with: wait instead
+    wait_quietly(mark);
+  }
 }
 
 /// Whether streams may still have to read it. (A fetch counts as done when its copies are queued.)
@@ -143,12 +155,7 @@ void Pager::await_reads(Page& page, Lock& lock) {
   const std::shared_ptr<device::Event> copied = page.ready.event;
   lock.unlock();
   std::exception_ptr error;
-  for (const device::Mark& mark : marks) {
-    try {
-      mark.event->wait();
-    } catch (...) {  // of what has gone, only the order matters
-    }
-  }
+  for (const device::Mark& mark : marks) wait_quietly(mark);
   try {
     if (copied != nullptr) copied->wait();
   } catch (...) {
@@ -427,6 +434,7 @@ bool Pager::publish(Page& page) {
   write_back(page);
   Lock lock(mutex_);
   changed_.wait(lock, [&] { return !page.moving() && page.readers == 0; });
+  if (page.holds > 0) keep_held(page, lock);
   if (!page.own_copy) return false;
   alone_with(page, lock, [&] {
     const Bytes size = page.element_size;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Pager: what happens when an operator touches pages, until it lets go of them.
 #include <algorithm>
+#include <new>
 #include <utility>
 
 #include "pagoda/base/error.h"
@@ -19,6 +20,22 @@ std::uint32_t pinned_here(const Page& page) {
       std::count(pins_of_this_thread.begin(), pins_of_this_thread.end(), &page));
 }
 
+/// Forgets one pin, the latest: an operator around this one may have the page pinned, too.
+void forget_pin_here(const Page& page) {
+  const auto pin = std::find(pins_of_this_thread.rbegin(), pins_of_this_thread.rend(), &page);
+  if (pin != pins_of_this_thread.rend()) pins_of_this_thread.erase(std::next(pin).base());
+}
+
+/// Whether the copy that brought the page in has failed: what is there is not the page.
+bool failed_to_arrive(const Page& page) {
+  try {
+    if (page.ready.event != nullptr && page.ready.event->done()) page.ready.event->wait();
+    return false;
+  } catch (...) {
+    return true;
+  }
+}
+
 bool among(const Page& page, std::span<const Access> accesses) {
   return std::any_of(accesses.begin(), accesses.end(),
                      [&](const Access& access) { return access.page == &page; });
@@ -35,13 +52,15 @@ void Pager::touch(std::span<const Access> accesses, std::uint8_t mode, device::S
                                                  [](const Access& access) { return access.write; });
   for (;;) {
     if (!refused_.empty()) throw EngineError(refused_);
+    if (denied_to_others(accesses, lock)) {  // until that operator has thrown
+      changed_.wait(lock);
+      continue;
+    }
     const auto owing = std::find_if(accesses.begin(), accesses.end(), [](const Access& access) {
-      return access.page->owes() || access.page->early != Early::No || access.page->lookups > 0;
+      return access.page->owes() || access.page->lookups > 0;
     });
     if (owing != accesses.end()) {
-      if (owing->page->early == Early::Begun) used_early(*owing->page);
-      // The ranks are being asked, or another thread's operator has the storage, while it runs.
-      if (owing->page->early == Early::Asked || owing->page->lookups > 0) {
+      if (owing->page->lookups > 0) {  // another thread's operator has the storage, while it runs
         changed_.wait(lock);
         continue;
       }
@@ -81,8 +100,7 @@ void Pager::touch(std::span<const Access> accesses, std::uint8_t mode, device::S
       bool again = false;
       for (const Access& access : accesses) {
         await(*access.page, lock);
-        again = again || access.page->residency != Residency::Resident || access.page->owes() ||
-                access.page->early != Early::No;
+        again = again || access.page->residency != Residency::Resident || access.page->owes();
       }
       if (again) {
         unpin_all(accesses, lock);
@@ -98,21 +116,23 @@ void Pager::touch(std::span<const Access> accesses, std::uint8_t mode, device::S
     }
     break;
   }
-  for (const Access& access : accesses) {
-    use(*access.page, access.write, mode, consumer, lock);
-    pins_of_this_thread.push_back(access.page);
-  }
-  pump(lock);
-  lock.unlock();
+  std::size_t used = 0;
   try {
+    for (const Access& access : accesses) {
+      pins_of_this_thread.push_back(access.page);
+      ++used;
+      use(*access.page, access.write, mode, consumer, lock);
+    }
+    pump(lock);
+    lock.unlock();
     if (consumer == nullptr) await_copies(accesses);
     tell_checker(accesses, consumer);
   } catch (...) {
-    const Lock relock(mutex_);
-    unpin_all(accesses, relock);
+    if (!lock.owns_lock()) lock.lock();
+    unpin_all(accesses, lock);
+    for (const Access& held : accesses.first(used)) forget_pin_here(*held.page);
     for (const Access& held : accesses) {
-      std::erase(pins_of_this_thread, held.page);
-      if (held.page->pins == 0) drop_copy(*held.page, relock);
+      if (held.page->pins == 0 && failed_to_arrive(*held.page)) drop_copy(*held.page, lock);
     }
     throw;
   }
@@ -120,8 +140,7 @@ void Pager::touch(std::span<const Access> accesses, std::uint8_t mode, device::S
 
 /// Into a CUDA graph, which will read the same addresses whenever it is replayed: only what stays
 /// there may be read. It was there when it was held, and an update that it owes comes with the next
-/// operator outside of a graph. A write is fatal to the engine: it cannot be stopped, for a page
-/// that is held does not throw.
+/// operator outside of a graph.
 void Pager::touch_held(std::span<const Access> accesses, const Lock& lock) {
   for (const Access& access : accesses) {
     if (!refused_.empty()) throw EngineError(refused_);
@@ -291,18 +310,43 @@ bool Pager::take_blocks_afresh(std::span<const Access> accesses, Lock& lock) {
 }
 
 void Pager::too_large(std::span<const Access> accesses) const {
+  std::vector<const Page*> pages;
+  for (const Access& access : accesses) {
+    if (std::find(pages.begin(), pages.end(), access.page) == pages.end()) {
+      pages.push_back(access.page);
+    }
+  }
+  std::stable_sort(pages.begin(), pages.end(),
+                   [](const Page* a, const Page* b) { return a->bytes() > b->bytes(); });
+  const device::ArenaStats arena = tiers_.arena().stats();
+  constexpr std::size_t kListed = 5;
   std::string list;
   Bytes sum = 0;
-  for (const Access& access : accesses) {
-    sum += access.page->bytes();
-    list += fmt::format("{}{} ({})", list.empty() ? "" : ", ", access.page->name,
-                        format_bytes(access.page->bytes()));
+  Bytes blocks = 0;         // the same in whole blocks
+  Bytes held = arena.used;  // by others: what is pinned or placed on the device
+  for (std::size_t i = 0; i < pages.size(); ++i) {
+    const Page& page = *pages[i];
+    const Bytes taken = Tiers::device_bytes(page.bytes());
+    sum += page.bytes();
+    blocks += taken;
+    if (page.residency != Residency::Absent) held -= std::min(held, taken);
+    if (i >= kListed) continue;
+    list +=
+        fmt::format("{}{} ({})", list.empty() ? "" : ", ", page.name, format_bytes(page.bytes()));
   }
-  const device::ArenaStats arena = tiers_.arena().stats();
+  if (pages.size() > kListed) list += fmt::format(" and {} more", pages.size() - kListed);
+  // Where the sum would fit, what is pinned lies in its way: behind it there is room for all.
+  const Bytes needed = held + blocks > arena.capacity ? held + blocks : arena.capacity + blocks;
   throw OperatorTooLarge(fmt::format(
-      "an operator needs {} of pages at once and the device budget has {} for pages, {} of it held "
-      "by pinned ones: {}; raise device_budget",
-      format_bytes(sum), format_bytes(arena.capacity), format_bytes(arena.used), list));
+      "an operator needs {}{} of pages at once: {}; device_budget = {} has {} for pages{}: raise "
+      "device_budget to at least {}",
+      format_bytes(sum),
+      blocks == sum
+          ? ""
+          : fmt::format(" ({} in blocks of {} B)", format_bytes(blocks), Tiers::kDeviceBlock),
+      list, format_bytes(tiers_.options().device_budget), format_bytes(arena.capacity),
+      held == 0 ? "" : fmt::format(", {} of it pinned or placed there", format_bytes(held)),
+      format_bytes_up(Tiers::least_device_budget(tiers_.options(), needed, 0))));
 }
 
 /// Waits until the page is neither on its way in nor out; throws what kept it from coming in.
@@ -323,10 +367,9 @@ void Pager::await(Page& page, Lock& lock) {
 }
 
 void Pager::use(Page& page, bool write, std::uint8_t mode, device::Stream* consumer,
-                const Lock& /*lock*/) {
+                const Lock& lock) {
   ++stats_.touches;
   page.last_touch = ++sequence_;
-  page.used_late = page.used_late || page.gradient_gone;
   if (page.prefetched) {
     ++stats_.prefetch_hits;
     page.prefetched = false;
@@ -341,10 +384,7 @@ void Pager::use(Page& page, bool write, std::uint8_t mode, device::Stream* consu
     }
     page.device_block().touch(*consumer);
   }
-  if (!page.bound && page.binding != nullptr) {
-    page.binding->bind(page.device_block().data());
-    page.bound = true;
-  }
+  bind(page, lock);
   if (write) {
     page.dirty = true;
     page.blank = false;
@@ -355,16 +395,89 @@ void Pager::unpin(std::span<const Access> accesses, device::Stream* consumer) no
   try {
     // Until now the operator was at it; on a stream, what it was given when it began says it all.
     if (consumer == nullptr) tell_checker(accesses, consumer);
-  } catch (const device::OrderingViolation&) {  // the checker keeps it
+  } catch (...) {  // the checker keeps it
   }
   const Lock lock(mutex_);
   for (const Access& access : accesses) {
-    const auto pin =
-        std::find(pins_of_this_thread.rbegin(), pins_of_this_thread.rend(), access.page);
-    if (pin != pins_of_this_thread.rend()) pins_of_this_thread.erase(std::next(pin).base());
-    if (consumer != nullptr && access.write) access.page->written = consumer->mark();
+    forget_pin(*access.page);
+    if (consumer != nullptr && access.write) access.page->written = mark_or_wait(*consumer, lock);
   }
   unpin_all(accesses, lock);
+}
+
+void Pager::forget_pin(const Page& page) noexcept {
+  forget_pin_here(page);
+}
+
+/// Behind what the stream has been given so far. Where there can be no mark the work is waited for;
+/// where that fails, too, what the stream wrote cannot be trusted, and whoever touches a page next
+/// is told.
+device::Mark Pager::mark_or_wait(device::Stream& stream, const Lock& lock) noexcept {
+  try {
+    return stream.mark();
+  } catch (...) {  // a wait says why, if it matters
+  }
+  try {
+    stream.synchronize();
+  } catch (const std::exception& error) {
+    refuse(fmt::format("the stream of an operator failed: {}", error.what()), lock);
+  }
+  return {};
+}
+
+Bytes Pager::needed(std::span<const Access> accesses) const {
+  const Bytes alignment = device::ArenaOptions().alignment;
+  const Lock lock(mutex_);
+  Bytes sum = 0;
+  for (const Access& access : accesses) {
+    if (!access.page->fixed) sum += align_up(access.page->bytes(), alignment);
+  }
+  return sum;
+}
+
+void Pager::deny(std::span<const Access> accesses, const std::string& why) noexcept {
+  const Lock lock(mutex_);
+  for (const Access& access : accesses) {
+    Page& page = *access.page;
+    if (page.binding == nullptr) continue;
+    try {
+      denials_.push_back({&page, std::this_thread::get_id(), why});
+    } catch (const std::bad_alloc&) {  // other threads do not hear of it
+    }
+    // A page that other operators run on stays as it is; one that a user holds is bound again.
+    if (page.bound && page.pins > page.holds) continue;
+    page.binding->unbind(why);
+    page.bound = false;
+  }
+}
+
+void Pager::allow(std::span<const Access> accesses) noexcept {
+  const Lock lock(mutex_);
+  for (const Access& access : accesses) {
+    Page& page = *access.page;
+    const auto mine = std::find_if(denials_.begin(), denials_.end(), [&](const Denial& denial) {
+      return denial.page == &page && denial.thread == std::this_thread::get_id();
+    });
+    if (mine != denials_.end()) denials_.erase(mine);
+    if (page.bound || page.binding == nullptr) continue;
+    if (page.holds > 0 && page.residency == Residency::Resident) {
+      page.binding->bind(page.device_block().data());
+      page.bound = true;
+    } else {
+      unbind(page, lock);
+    }
+  }
+  changed_.notify_all();
+}
+
+/// Whether an operator of another thread is about to throw because it cannot have one of these. If
+/// they came now it could find some of them, and then others in their place. (What runs inside such
+/// an operator is of the same thread; and who has a page already does not wait for it.)
+bool Pager::denied_to_others(std::span<const Access> accesses, const Lock& /*lock*/) const {
+  return std::any_of(denials_.begin(), denials_.end(), [&](const Denial& denial) {
+    return denial.thread != std::this_thread::get_id() && among(*denial.page, accesses) &&
+           pinned_here(*denial.page) == 0;
+  });
 }
 
 void Pager::unpin_all(std::span<const Access> accesses, const Lock& lock) noexcept {
@@ -372,29 +485,6 @@ void Pager::unpin_all(std::span<const Access> accesses, const Lock& lock) noexce
     --access.page->pins;
     recount(*access.page, lock);
   }
-  if (starved_ > 0) changed_.notify_all();
-}
-
-void Pager::hold(Page& page, device::Stream* consumer) {
-  const Access access{&page, false};
-  touch({&access, 1}, 0, consumer);
-  try {
-    if (consumer != nullptr) await_copies({&access, 1});  // a pointer may go to any stream
-  } catch (...) {
-    unpin({&access, 1}, consumer);
-    throw;
-  }
-  const Lock lock(mutex_);
-  ++page.holds;
-  pins_of_this_thread.pop_back();  // touch() has just put it there
-}
-
-void Pager::release_hold(Page& page) noexcept {
-  const Lock lock(mutex_);
-  --page.holds;
-  --page.pins;
-  ++changes_;
-  recount(page, lock);
   if (starved_ > 0) changed_.notify_all();
 }
 

@@ -5,6 +5,7 @@
 #include <mutex>
 #include <optional>
 #include <span>
+#include <stdexcept>
 #include <utility>
 #include <vector>
 
@@ -27,14 +28,6 @@
 #include "pagoda/torch/storage_table.h"
 
 namespace pagoda::torch {
-namespace {
-
-std::atomic<bool> counting{false};
-std::atomic<std::uint64_t> operators_seen{0};
-std::atomic<std::uint64_t> operators_touching{0};
-
-thread_local bool touching = false;    // this thread brings an operator's pages in
-thread_local bool looking_up = false;  // its operator reads rows in place
 
 /// What an operator holds between its start and its end, with one engine.
 struct Held {
@@ -49,10 +42,20 @@ struct Held {
 /// One entry, unless an operator mixes engines. Small ones need no allocation.
 using HeldPages = c10::SmallVector<Held, 1>;
 
+namespace {
+
+std::atomic<bool> counting{false};
+std::atomic<std::uint64_t> operators_seen{0};
+std::atomic<std::uint64_t> operators_touching{0};
+
+thread_local bool touching = false;    // this thread brings an operator's pages in
+thread_local bool looking_up = false;  // its operator reads rows in place
+
 struct OperatorContext final : at::ObserverContext {
   HeldPages held;
-  bool looks_up = false;  // …rows of its one page, in place
-  Nanos began = 0;        // with its pages there; 0: not traced
+  std::optional<Held> denied;  // its touch failed: the operator throws when it asks for them
+  bool looks_up = false;       // …rows of its one page, in place
+  Nanos began = 0;             // with its pages there; 0: not traced
 };
 
 void note(PageStorage& storage, bool write, HeldPages& held) {
@@ -162,23 +165,21 @@ bool look_up(c10::ArrayRef<const c10::IValue> inputs, Held& held) {
   return held.pager->begin_lookup(lookup, held.consumer.get());
 }
 
-/// The operator will find its pages' storages throwing `why`.
-void poison(const Held& held, const std::string& why) {
-  const auto lock = held.pager->lock();
-  for (const pager::Access& access : held.accesses) {
-    // A page that others have pinned stays as it is; this operator's own are not.
-    if (access.page->pins > 0 || access.page->binding == nullptr) continue;
-    access.page->binding->unbind(why);
-    access.page->bound = false;
-  }
-}
+/// While one lives, what this thread's operators do is not observed: a touch runs some. Not a
+/// RecordFunctionGuard: every change of that rebuilds torch's list of callbacks, which costs more
+/// than the touch.
+class Touching {
+ public:
+  Touching() { touching = true; }
+  Touching(const Touching&) = delete;
+  Touching& operator=(const Touching&) = delete;
+  ~Touching() { touching = false; }
+};
 
 std::unique_ptr<at::ObserverContext> operator_starts(const at::RecordFunction& function) {
   if (counting.load(std::memory_order_relaxed)) {
     operators_seen.fetch_add(1, std::memory_order_relaxed);
   }
-  // What a touch does is not observed. Not a RecordFunctionGuard: every change of that rebuilds
-  // torch's list of callbacks, which costs more than the touch.
   if (touching || looking_up) return nullptr;
   BirthScope::operator_starts();  // what was made by the last operator may have become a parameter
   if (StorageTable::instance().empty()) return nullptr;
@@ -193,7 +194,7 @@ std::unique_ptr<at::ObserverContext> operator_starts(const at::RecordFunction& f
   }
   auto context = std::make_unique<OperatorContext>();
   context->held = std::move(pages);
-  touching = true;
+  const Touching unobserved;
   for (std::size_t i = 0; i < context->held.size(); ++i) {
     Held& held = context->held[i];
     try {
@@ -204,13 +205,14 @@ std::unique_ptr<at::ObserverContext> operator_starts(const at::RecordFunction& f
       }
       held.pager->touch(held.all(), touch_mode(), held.consumer.get());
     } catch (...) {
-      // A callback may not throw: the storage does it, when the kernel asks it for its bytes.
-      poison(held, held.client->touch_failed(std::current_exception()));
+      // A callback may not throw: the storage does it, when the kernel asks it for its bytes. (A
+      // kernel that only calls other operators may get through: each of them is observed.)
+      held.pager->deny(held.all(), held.client->touch_failed(std::current_exception()));
+      context->denied = std::move(held);
       context->held.resize(i);  // what was pinned before is let go at the end
       break;
     }
   }
-  touching = false;
   if (counting.load(std::memory_order_relaxed)) {
     operators_touching.fetch_add(1, std::memory_order_relaxed);
   }
@@ -221,18 +223,17 @@ std::unique_ptr<at::ObserverContext> operator_starts(const at::RecordFunction& f
 void operator_ends(const at::RecordFunction& function, at::ObserverContext* context) {
   if (context == nullptr) return;
   const auto& ended = static_cast<const OperatorContext&>(*context);
-  if (ended.began != 0) {
-    trace::slice("operator", function.name(), ended.began, now_ns());
-  }
+  const Nanos end = ended.began != 0 ? now_ns() : 0;
+  // First what cannot throw: a page that stays pinned would stay for good.
   if (ended.looks_up) {
     looking_up = false;
     const Held& held = ended.held.front();
     held.pager->end_lookup(*held.accesses.front().page, held.consumer.get());
-    return;
+  } else {
+    for (const Held& held : ended.held) held.pager->unpin(held.all(), held.consumer.get());
   }
-  for (const Held& held : ended.held) {
-    held.pager->unpin(held.all(), held.consumer.get());
-  }
+  if (ended.denied) ended.denied->pager->allow(ended.denied->all());
+  if (ended.began != 0) trace::slice("operator", function.name(), ended.began, end);
 }
 
 void before_fork() {
@@ -259,6 +260,58 @@ std::size_t installed = 0;                       // guarded by install_mutex
 std::optional<at::CallbackHandle> installed_as;  // guarded by install_mutex
 
 }  // namespace
+
+struct KernelPages::State {
+  HeldPages pages;
+  std::size_t touched = 0;  // of `pages`, from the front
+};
+
+KernelPages::KernelPages() : state_(std::make_unique<State>()) {}
+
+KernelPages::~KernelPages() {
+  for (std::size_t i = 0; i < state_->touched; ++i) {
+    const Held& held = state_->pages[i];
+    held.pager->unpin(held.all(), held.consumer.get());
+  }
+}
+
+void KernelPages::add(const at::Tensor& tensor, bool write) {
+  if (PageStorage* page = page_of(tensor)) note(*page, write, state_->pages);
+}
+
+bool KernelPages::empty() const noexcept {
+  return state_->pages.empty();
+}
+
+Bytes KernelPages::needed() const {
+  Bytes sum = 0;
+  for (const Held& held : state_->pages) sum += held.pager->needed(held.all());
+  return sum;
+}
+
+Bytes KernelPages::room() const {
+  Bytes least = ~Bytes{0};
+  for (const Held& held : state_->pages) {
+    least = std::min(least, held.pager->tiers().arena().stats().capacity);
+  }
+  return least;
+}
+
+std::optional<std::string> KernelPages::touch() {
+  const Touching unobserved;
+  for (Held& held : state_->pages) {
+    try {
+      held.consumer = held.client->consumer();
+      held.pager->touch(held.all(), touch_mode(), held.consumer.get());
+    } catch (const pager::OperatorTooLarge& error) {
+      return error.told();
+    } catch (...) {
+      throw std::runtime_error(held.client->touch_failed(std::current_exception()));
+    }
+    ++state_->touched;
+  }
+  return std::nullopt;
+}
 
 namespace observer {
 

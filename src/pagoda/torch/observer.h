@@ -5,9 +5,15 @@
 #include <cstdint>
 #include <exception>
 #include <memory>
+#include <optional>
 #include <string>
 
+#include "pagoda/base/bytes.h"
 #include "pagoda/device/device.h"
+
+namespace at {
+class Tensor;
+}
 
 namespace pagoda::torch {
 
@@ -15,8 +21,8 @@ namespace pagoda::torch {
 class ObserverClient {
  public:
   virtual ~ObserverClient() = default;
-  /// A touch failed, and the engine shall not go on. Returns the cause that the operator throws.
-  /// Any thread.
+  /// A touch failed, which ends the operator, and the engine where bytes are lost. Returns the
+  /// cause that the operator throws. Any thread.
   virtual std::string touch_failed(std::exception_ptr error) noexcept = 0;
   /// A parameter that is trained has been given a storage that is no page (`.data =`, `set_`,
   /// `module.to()`); an operator is about to use it. Throws what prevents that it becomes one.
@@ -49,5 +55,31 @@ void count(bool on);
 Counts counts();
 
 }  // namespace observer
+
+/// The pages of a kernel that brings them in by itself, some after others (list_operators.h).
+/// Operators that it runs meanwhile are observed as ever. One thread.
+class KernelPages {
+ public:
+  KernelPages();
+  KernelPages(const KernelPages&) = delete;
+  KernelPages& operator=(const KernelPages&) = delete;
+  /// Lets go of them.
+  ~KernelPages();
+
+  /// The tensor's page, if it has one. Before touch().
+  void add(const at::Tensor& tensor, bool write);
+  bool empty() const noexcept;
+  /// What they need on the device together, and what there is for pages at all.
+  Bytes needed() const;
+  Bytes room() const;
+  /// Brings them in; they stay until this goes. Returns why they do not fit together, if they do
+  /// not; throws what else prevents it, as the operator's own error. Once.
+  std::optional<std::string> touch();
+
+ private:
+  struct State;
+
+  std::unique_ptr<State> state_;
+};
 
 }  // namespace pagoda::torch

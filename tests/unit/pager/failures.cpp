@@ -1,0 +1,209 @@
+// SPDX-License-Identifier: Apache-2.0
+// A stream that fails under an operator: nothing is lost, nothing stays pinned, and the process
+// goes on.
+#include <atomic>
+#include <chrono>
+#include <thread>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "pagoda/base/error.h"
+#include "pagoda/device/emulated/emulated_device.h"
+#include "pagoda/pager/pager.h"
+#include "unit/pager/plain_binding.h"
+
+namespace pagoda::pager {
+namespace {
+
+using testing::HasSubstr;
+
+/// Does nothing, and fails where it is told to.
+class FailingStream final : public device::Stream {
+ public:
+  explicit FailingStream(std::shared_ptr<device::Device> device)
+      : Stream(std::move(device), "failing", Ownership::Wrapped, next_id()) {}
+
+  bool records = true;
+  bool waits = true;
+  bool drains = true;
+
+ private:
+  static void fail_unless(bool works, const char* what) {
+    if (!works) throw EngineError(what);
+  }
+
+  void do_copy(void*, const void*, Bytes, device::Direction, std::string_view) override {}
+  void do_fill(void*, std::byte, Bytes, std::string_view) override {}
+  void do_enqueue(std::string_view, std::function<void()>) override {}
+  void do_record(device::Event&) override { fail_unless(records, "no event can be recorded"); }
+  void do_wait(device::Event&, OnFailure) override { fail_unless(waits, "no event can be met"); }
+  bool do_idle() override { return true; }
+  void do_drain() override { fail_unless(drains, "the device is lost"); }
+  void do_rethrow() override {}
+};
+
+class FailingPager : public testing::Test {
+ protected:
+  static constexpr Bytes kPage = 4000;
+
+  FailingPager() {
+    Tiers::Options options;
+    options.device = device::emulated::make_device();
+    options.device_budget = 32_KiB;
+    options.host_budget = 16_MiB;
+    tiers_ = std::make_unique<Tiers>(options);
+    Pager::Options pages;
+    pages.fetch_threads = 1;
+    pages.staging = 4_KiB;
+    pages.least_lookup = 1;
+    pager_ = std::make_unique<Pager>(*tiers_, pages);
+    stream_ = std::make_shared<FailingStream>(options.device);
+  }
+
+  Page& page(unsigned char value) {
+    const std::vector<std::byte> contents(kPage, std::byte{value});
+    Page& out = pager_->adopt(fmt::format("page {}", value), kPage / 2, 2, Placement::Host,
+                              contents.data(), device::Direction::HostToHost);
+    bindings_.push_back(std::make_unique<PlainBinding>());
+    pager_->set_binding(out, bindings_.back().get());
+    return out;
+  }
+  PlainBinding& binding(const Page& page) { return *bindings_[page.id]; }
+
+  std::byte first_byte(Page& page) {
+    const Access access{&page, false};
+    pager_->touch({&access, 1}, 0, nullptr);
+    const std::byte out = *binding(page).data();
+    pager_->unpin({&access, 1}, nullptr);
+    return out;
+  }
+
+  std::unique_ptr<Tiers> tiers_;
+  std::vector<std::unique_ptr<PlainBinding>> bindings_;
+  std::unique_ptr<Pager> pager_;
+  std::shared_ptr<FailingStream> stream_;
+};
+
+TEST_F(FailingPager, AnOperatorThatWroteIsWaitedForWhereItCannotBeMarked) {
+  Page& a = page(1);
+  const Access write{&a, true};
+  pager_->touch({&write, 1}, 0, stream_.get());
+  stream_->records = false;
+  pager_->unpin({&write, 1}, stream_.get());
+  EXPECT_EQ(a.pins, 0U);
+  EXPECT_EQ(a.written.event, nullptr);
+  stream_->records = true;
+  EXPECT_EQ(first_byte(a), std::byte{1});
+}
+
+TEST_F(FailingPager, AStreamThatIsLostShowsAtTheNextTouch) {
+  Page& a = page(1);
+  const Access write{&a, true};
+  pager_->touch({&write, 1}, 0, stream_.get());
+  stream_->records = stream_->drains = false;
+  pager_->unpin({&write, 1}, stream_.get());
+  EXPECT_EQ(a.pins, 0U);
+  try {
+    first_byte(a);
+    FAIL() << "what the operator wrote is read";
+  } catch (const EngineError& error) {
+    EXPECT_THAT(error.what(), HasSubstr("the device is lost"));
+  }
+  stream_->records = stream_->drains = true;
+}
+
+TEST_F(FailingPager, ALookupThatCannotBeMarkedIsWaitedFor) {
+  Page& a = page(1);
+  Lookup lookup{.page = &a, .first = 0, .width = 2, .count = 1, .rows = {}};
+  lookup.rows = [] { return std::vector<std::int64_t>{0}; };
+  ASSERT_TRUE(pager_->begin_lookup(lookup, stream_.get()));
+  stream_->records = false;
+  pager_->end_lookup(a, stream_.get());
+  EXPECT_EQ(a.lookups, 0U);
+  EXPECT_TRUE(a.reading.empty());
+  ASSERT_TRUE(pager_->begin_lookup(lookup, stream_.get()));
+  stream_->drains = false;
+  pager_->end_lookup(a, stream_.get());
+  EXPECT_THROW(first_byte(a), EngineError);
+  stream_->records = stream_->drains = true;
+}
+
+TEST_F(FailingPager, ATouchThatFailsLeavesNoPinAndNoByteBehind) {
+  Page& a = page(1);
+  Page& b = page(2);
+  {
+    const Access write{&a, true};
+    pager_->touch({&write, 1}, 0, nullptr);
+    *binding(a).data() = std::byte{7};  // not at home yet
+    pager_->unpin({&write, 1}, nullptr);
+  }
+  const std::array<Access, 2> both = {Access{&a, true}, Access{&b, true}};
+  stream_->waits = false;
+  EXPECT_THROW(pager_->touch(both, 0, stream_.get()), EngineError);
+  EXPECT_EQ(a.pins, 0U);
+  EXPECT_EQ(b.pins, 0U);
+  EXPECT_EQ(first_byte(a), std::byte{7});
+  EXPECT_EQ(first_byte(b), std::byte{2});
+  EXPECT_TRUE(pager_->evict(a));
+  EXPECT_EQ(first_byte(a), std::byte{7});
+}
+
+TEST_F(FailingPager, ATouchThatFailsInsideAnOperatorLeavesThatItsPins) {
+  Page& a = page(1);
+  Page& b = page(2);
+  const Access outer{&a, false};
+  pager_->touch({&outer, 1}, 0, nullptr);
+  const std::array<Access, 2> inner = {Access{&a, false}, Access{&b, false}};
+  stream_->waits = false;
+  EXPECT_THROW(pager_->touch(inner, 0, stream_.get()), EngineError);
+  EXPECT_EQ(a.pins, 1U);
+  EXPECT_NE(binding(a).data(), nullptr);
+  // This thread still knows that the pin is its own: it does not wait for itself.
+  std::vector<Page*> others;
+  std::vector<Access> all;
+  for (unsigned char i = 3; i < 12; ++i) all.push_back({&page(i), false});
+  EXPECT_THROW(pager_->touch(all, 0, nullptr), OperatorTooLarge);
+  pager_->unpin({&outer, 1}, nullptr);
+  EXPECT_EQ(a.pins, 0U);
+}
+
+TEST_F(FailingPager, APageDeniedToAnOperatorIsAsBeforeWhenTheOperatorHasEnded) {
+  Page& a = page(1);
+  Page& b = page(2);
+  pager_->hold(b, nullptr);
+  std::byte* held = binding(b).data();
+  ASSERT_NE(held, nullptr);
+  const std::array<Access, 2> both = {Access{&a, false}, Access{&b, false}};
+  pager_->deny(both, "too large");
+  EXPECT_EQ(binding(a).why(), "too large");
+  EXPECT_EQ(binding(b).data(), nullptr);
+  pager_->allow(both);
+  EXPECT_THAT(binding(a).why(), HasSubstr("nothing announced"));
+  EXPECT_EQ(binding(b).data(), held);
+  pager_->release_hold(b);
+  // Meanwhile other threads' operators wait.
+  pager_->deny({both.data(), 1}, "too large");
+  std::atomic<bool> came = false;
+  std::thread other([&] {
+    EXPECT_EQ(first_byte(a), std::byte{1});
+    came = true;
+  });
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  EXPECT_FALSE(came);
+  EXPECT_EQ(binding(a).why(), "too large");
+  EXPECT_EQ(first_byte(a), std::byte{1}) << "an operator inside this one";
+  pager_->evict(a);
+  EXPECT_EQ(binding(a).why(), "too large");
+  pager_->allow({both.data(), 1});
+  other.join();
+  // One that another operator runs on is not taken away from it.
+  const Access running{&a, false};
+  pager_->touch({&running, 1}, 0, nullptr);
+  pager_->deny({&running, 1}, "too large");
+  EXPECT_NE(binding(a).data(), nullptr);
+  pager_->unpin({&running, 1}, nullptr);
+}
+
+}  // namespace
+}  // namespace pagoda::pager
