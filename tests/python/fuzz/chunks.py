@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import drawing
-import torch._dynamo  # noqa: F401  torch.optim imports it when first used: once, before the forks
+import safetensors.torch  # noqa: F401  this and the next two are used later: once, before the forks
+import torch._dynamo  # noqa: F401  by torch.optim
+import transformers.core_model_loading  # noqa: F401  by save_pretrained
 import trial
 from program import Program
 from torch import distributed

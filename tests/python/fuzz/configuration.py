@@ -91,7 +91,7 @@ def draw_config(random: Random, model: dict[str, Any], optimizer: dict[str, Any]
     sometimes(0.15, reduction="sum")
     zero = random.choice([0, 1, 2, 3, 3, 3])
     if ranks > 1:
-        config |= {"zero": zero, "timeout": 30, "heartbeat": 2}
+        config |= {"zero": zero, "timeout": 60, "heartbeat": 5}
     return config
 
 

@@ -43,7 +43,7 @@ def program(layers: Layers, steps: list[list[Event]], ranks: int = 1, build: boo
             number += 1
             one.number = number
     if ranks > 1:
-        config = {"zero": 3, "timeout": 30, "heartbeat": 2, **config}
+        config = {"zero": 3, "timeout": 60, "heartbeat": 5, **config}
     return Program(
         seed=1, ranks=ranks, build=build, steps=steps,
         model={"width": 8, "vocabulary": 11, "dtype": dtype, "tied": False, "frozen": [],

@@ -52,7 +52,8 @@ def main() -> int:
     parser.add_argument("--program", type=Path)
     parser.add_argument("--kept", action="store_true")
     parser.add_argument("--chunk", type=int, default=25, help="programs in one process")
-    parser.add_argument("--limit", type=float, default=40.0, help="seconds for one program")
+    parser.add_argument("--limit", type=float, default=120.0,
+                        help="seconds after which a program hangs")
     parser.add_argument("--keep-going", type=int, default=10, help="failures until it stops")
     parser.add_argument("--times", type=int, default=1, help="for what fails now and then")
     parser.add_argument("--wrong", choices=["rate", "crash", "hang"],
