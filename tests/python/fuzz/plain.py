@@ -253,4 +253,4 @@ class Reference:
         state = self.states[name]
         if state.sum is None:
             return torch.zeros(state.replicas[0].shape)
-        return state.sum.float()
+        return state.sum.float() / self.scale
