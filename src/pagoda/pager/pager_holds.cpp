@@ -42,7 +42,7 @@ void Pager::release_hold(Page& page) noexcept {
 /// What raw pointers may write to is as it was now: for note_raw_write(), and for masters to
 /// follow.
 void Pager::keep_held(Page& page, Lock& lock) {
-  if (copies_at_once()) {
+  if (tiers_.device_is_host()) {
     page.held_sum = io::checksum({page.device_block().data(), page.bytes()});
   } else if (!page.held_for_write) {
     return;
@@ -54,7 +54,7 @@ void Pager::keep_held(Page& page, Lock& lock) {
 /// Pointers are not seen when they write. Their bytes are, where the host can read them.
 void Pager::note_raw_write(Page& page, const Lock& /*lock*/) {
   bool written = page.held_for_write;
-  if (copies_at_once()) {
+  if (tiers_.device_is_host()) {
     const std::uint64_t sum = io::checksum({page.device_block().data(), page.bytes()});
     written = written || sum != page.held_sum;
     page.held_sum = sum;
