@@ -179,7 +179,9 @@ class Engine:
                eps: float | None = None, weight_decay: float | None = None,
                momentum: float | None = None, dampening: float | None = None,
                nesterov: bool | None = None) -> Optimizer:
-        """Trains all parameters of `model` that require a gradient; the others become pages, too.
+        """Trains all parameters of `model`; those that do not require a gradient take no memory for
+        gradients and optimizer state, and train from the step after they are thawed
+        (`requires_grad_(True)`).
 
         `optimizer` is "adamw" (with torch.optim.AdamW's defaults), "adam", "sgd" or "lion".
         `groups` are those of torch.optim: dicts with "params" and what differs from the keywords,
@@ -191,7 +193,8 @@ class Engine:
                 "momentum": momentum, "dampening": dampening, "nesterov": nesterov}
         named = dict(model.named_parameters())
         if groups is None:
-            groups = [{"params": [p for p in named.values() if p.requires_grad]}]
+            trains = any(p.requires_grad for p in named.values())
+            groups = [{"params": list(named.values()) if trains else []}]
         resolved = [self._resolve(group, optimizer, said) for group in groups]
         number_of = {id(parameter): number for number, group in enumerate(resolved)
                      for parameter in group["params"]}

@@ -108,50 +108,35 @@ void fit(const std::vector<Need>& needs, const Room& device, const Room& host, c
 }  // namespace
 
 void Runtime::attach(const std::vector<Page*>& pages, std::vector<TrainedSpec> specs,
-                     std::vector<Optimizer> groups) {
+                     std::vector<Optimizer> groups, const std::vector<FrozenSpec>& frozen) {
   check();
-  PAGODA_REQUIRE(trained_.empty(), "a model is attached already: release() it first");
+  PAGODA_REQUIRE(!attached(), "a model is attached already: release() it first");
   PAGODA_TRACE("engine", "attach");
   try {
-    groups_ = std::move(groups);
-    for (TrainedSpec& spec : specs) {
-      auto page = std::make_unique<TrainedPage>();
-      page->page = spec.page;
-      page->number = static_cast<std::uint32_t>(trained_.size());
-      page->dtype = spec.dtype;
-      page->gradient_dtype =
-          config_.gradient_dtype == GradientType::Fp32 ? kernels::Dtype::F32 : spec.dtype;
-      page->segments = std::move(spec.segments);
-      page->parameters = std::move(spec.parameters);
-      page->reduced = pager_->shard_of(*spec.page);
-      page->updated = config_.zero == 0 ? Range{0, spec.page->elements} : page->reduced;
-      page->gradient_range = page->updated;
-      trained_.push_back(std::move(page));
-    }
+    groups_ = rules_ = std::move(groups);
+    reducer_->set_pages(specs.size());
+    std::vector<std::unique_ptr<TrainedPage>> made;
+    for (TrainedSpec& spec : specs) made.push_back(make_trained(std::move(spec), made.size()));
+    keep_frozen(frozen, std::move(made));
     pages_ = pages;
-    std::vector<TrainedPage*> order;  // gradients come last parameter first, until more is known
-    for (auto page = trained_.rbegin(); page != trained_.rend(); ++page) {
-      order.push_back(page->get());
-    }
-    reducer_->set_order(std::move(order));  // takes its buffers before states fill the host
+    reset_order();  // takes the reducer's buffers before states fill the host
     {
       const auto lock = pager_->lock();
       for (Page* page : pages_) page->attached = true;
     }
     check_fit(pages);
     if (!alone()) check_equal_on_all_ranks(pages);
+    if (!alone()) check_same_frozen();
     place(pages);
     for (const auto& page : trained_) {
-      const Optimizer& rule = groups_[page->parameters[0].group];
-      const optim::StateLayout layout = updater_->layout(*page, rule);
-      page->gradient = tiers_->allocate(page->gradient_bytes(), pager_placement(config_.gradients),
-                                        pager::tag::kGradients, page->page->name);
-      page->state =
-          tiers_->allocate(layout.bytes(page->updated.size()), pager_placement(config_.optimizer),
-                           pager::tag::kOptimizer, page->page->name);
-      updater_->add(*page, rule);
+      take_homes(*page);
+      updater_->add(*page, rules_[page->parameters[0].group]);
     }
-    if (early_mode() == EarlyUpdates::Mode::OnTrust) make_room_to_undo();
+    if (early_mode() == EarlyUpdates::Mode::OnTrust) {
+      std::vector<TrainedPage*> all;
+      for (const auto& page : trained_) all.push_back(page.get());
+      make_room_to_undo(all);
+    }
     if (!alone()) control_->barrier();  // from here on others may pull
     left_free_ = {};                    // what was left is for activations now
     trace_.stepped(steps_);
@@ -165,11 +150,37 @@ void Runtime::attach(const std::vector<Page*>& pages, std::vector<TrainedSpec> s
   }
 }
 
-/// What it takes to undo updates, as far as the host has room beside all that must be there. Where
-/// it has none, or states lie elsewhere, updates wait for step(): on all ranks or on none.
-void Runtime::make_room_to_undo() {
+std::unique_ptr<TrainedPage> Runtime::make_trained(TrainedSpec spec, std::size_t number) const {
+  auto page = std::make_unique<TrainedPage>();
+  page->page = spec.page;
+  page->number = static_cast<std::uint32_t>(number);
+  page->dtype = spec.dtype;
+  page->gradient_dtype =
+      config_.gradient_dtype == GradientType::Fp32 ? kernels::Dtype::F32 : spec.dtype;
+  page->segments = std::move(spec.segments);
+  page->parameters = std::move(spec.parameters);
+  page->reduced = pager_->shard_of(*spec.page);
+  page->updated = config_.zero == 0 ? Range{0, spec.page->elements} : page->reduced;
+  page->gradient_range = page->updated;
+  return page;
+}
+
+/// Takes a page's gradient and state from the budgets.
+void Runtime::take_homes(TrainedPage& page) {
+  const optim::StateLayout layout = updater_->layout(page, rules_[page.parameters[0].group]);
+  page.gradient = tiers_->allocate(page.gradient_bytes(), pager_placement(config_.gradients),
+                                   pager::tag::kGradients, page.page->name);
+  page.state =
+      tiers_->allocate(layout.bytes(page.updated.size()), pager_placement(config_.optimizer),
+                       pager::tag::kOptimizer, page.page->name);
+}
+
+/// What it takes to undo updates of these pages, as far as the host has room beside all that must
+/// be there. Where it has none, or states lie elsewhere, updates wait for step(): on all ranks or
+/// on none.
+void Runtime::make_room_to_undo(std::span<TrainedPage* const> pages) {
   Bytes expected = 0;
-  for (const auto& page : trained_) {
+  for (const TrainedPage* page : pages) {
     if (const auto bytes = updater_->undo_bytes(*page)) {
       expected += bytes->state + bytes->parameters;
     }
@@ -178,10 +189,10 @@ void Runtime::make_room_to_undo() {
   const auto in_wait =
       tiers_->budget(Tier::Host)
           .try_reserve(gradients_in_wait(pages_, alone()).bytes, pager::tag::kGradients);
-  std::vector<std::uint64_t> cannot(trained_.size(), 1);
+  std::vector<std::uint64_t> cannot(pages.size(), 1);
   // The gradients that come first gain most.
-  for (auto last = trained_.rbegin(); last != trained_.rend() && in_wait; ++last) {
-    TrainedPage& page = **last;
+  for (std::size_t i = pages.size(); i-- > 0 && in_wait;) {
+    TrainedPage& page = *pages[i];
     const auto on_host = [&](Bytes bytes) {
       return tiers_->try_allocate_on_host(bytes, pager::tag::kUndo, page.page->name);
     };
@@ -191,27 +202,28 @@ void Runtime::make_room_to_undo() {
     if (!before) continue;
     page.spare = std::move(*spare);
     page.before = std::move(*before);
-    cannot[page.number] = 0;
+    cannot[i] = 0;
   }
   if (!alone()) control_->all_reduce_max(cannot);
-  for (const auto& page : trained_) {
-    page->can_be_undone = cannot[page->number] == 0;
-    if (page->can_be_undone) continue;
-    page->spare = {};
-    page->before = {};
+  for (std::size_t i = 0; i < pages.size(); ++i) {
+    pages[i]->can_be_undone = cannot[i] == 0;
+    if (pages[i]->can_be_undone) continue;
+    pages[i]->spare = {};
+    pages[i]->before = {};
   }
   const auto without = std::accumulate(cannot.begin(), cannot.end(), std::uint64_t{0});
   if (without == 0) return;
   log::warn("engine",
             "clip_ahead: some updates wait for step(): their states are not in host memory, or it "
             "has no room for what undoes them",
-            {{"pages", without}, {"of", trained_.size()}});
+            {{"pages", without}, {"of", pages.size()}});
 }
 
 void Runtime::forget_trained() {
   reducer_->set_order({});
   for (const auto& page : trained_) updater_->remove(*page);
   trained_.clear();
+  frozen_->reset({}, {});
   const auto lock = pager_->lock();
   for (Page* page : pages_) page->attached = false;
   pages_.clear();
@@ -249,11 +261,7 @@ void Runtime::check_fit(const std::vector<Page*>& pages) {
                         page->page->name);
     }
     states.add(updater_->layout(*page, rule).bytes(page->updated.size()));
-    PAGODA_REQUIRE_LE(page->page->bytes(), tiers_->gradient_staging(),
-                      "the gradient of '{}' ({}) does not fit into the part of the device budget "
-                      "that gradients may take ({}); raise device_budget or gradient_staging",
-                      page->page->name, format_bytes(page->page->bytes()),
-                      format_bytes(tiers_->gradient_staging()));
+    check_gradient_staging(*page);
   }
   const device::ArenaStats arena = tiers_->arena().stats();
   if (largest != nullptr && largest->bytes() > arena.capacity) {
@@ -276,6 +284,14 @@ void Runtime::check_fit(const std::vector<Page*>& pages) {
         need->placement != PagerPlacement::Nvme && need->placement != PagerPlacement::Device;
     if (on_host) tiers_->host().expect(tag, need->blocks);
   }
+}
+
+void Runtime::check_gradient_staging(const TrainedPage& page) const {
+  PAGODA_REQUIRE_LE(page.page->bytes(), tiers_->gradient_staging(),
+                    "the gradient of '{}' ({}) does not fit into the part of the device budget "
+                    "that gradients may take ({}); raise device_budget or gradient_staging",
+                    page.page->name, format_bytes(page.page->bytes()),
+                    format_bytes(tiers_->gradient_staging()));
 }
 
 void Runtime::check_equal_on_all_ranks(const std::vector<Page*>& pages) {

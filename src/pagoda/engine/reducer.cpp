@@ -2,6 +2,7 @@
 #include "pagoda/engine/reducer.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <numeric>
 #include <utility>
@@ -45,6 +46,20 @@ void read_flags(const std::byte* from, std::vector<bool>& present, bool& any) {
   }
 }
 
+/// Which parameters the contribution has a gradient of, those left out that are frozen.
+std::vector<bool> trained_ones(const Contribution& contribution) {
+  std::vector<bool> out = contribution.present;
+  for (std::size_t i = 0; i < out.size(); ++i) {
+    if (contribution.page->parameters[i].frozen) out[i] = false;
+  }
+  return out;
+}
+
+bool is_trained(const Contribution& contribution) {
+  const std::vector<bool> trained = trained_ones(contribution);
+  return std::find(trained.begin(), trained.end(), true) != trained.end();
+}
+
 /// A gradient for a page whose update has begun: it fired its hook more often than ever before.
 void check_not_begun(const TrainedPage& page) {
   if (!page.begun) return;
@@ -57,12 +72,14 @@ void check_not_begun(const TrainedPage& page) {
 }  // namespace
 
 Reducer::Reducer(comm::Group* group, pager::Pager& pager, optim::Gradients& gradients,
-                 optim::Updater& updater, EarlyUpdates& early, Options options)
+                 optim::Updater& updater, EarlyUpdates& early, FrozenParameters& frozen,
+                 Options options)
     : group_(group),
       pager_(pager),
       gradients_(gradients),
       updater_(updater),
       early_(early),
+      frozen_(frozen),
       options_(options),
       ranks_(group == nullptr ? 1 : group->size()),
       rank_(group == nullptr ? 0 : group->rank()),
@@ -82,6 +99,11 @@ Reducer::~Reducer() {
   thread_.join();
 }
 
+void Reducer::set_pages(std::size_t count) {
+  const Lock lock(mutex_);
+  pages_ = count;
+}
+
 void Reducer::set_order(std::vector<TrainedPage*> order) {
   const Lock lock(mutex_);
   PAGODA_CHECK(rounds_.empty(), "the order of gradients changes while some are on their way");
@@ -89,14 +111,40 @@ void Reducer::set_order(std::vector<TrainedPage*> order) {
   plan_buckets(lock);
 }
 
-/// Cuts the round into buckets: whole shards of small pages together, large ones in pieces.
+void Reducer::make_room_for(std::span<TrainedPage* const> pages) {
+  const Lock lock(mutex_);
+  std::vector<TrainedPage*> all = order_;
+  all.insert(all.end(), pages.begin(), pages.end());
+  const Bytes bytes = plan(all).bytes;
+  if (bytes > std::max(buffers_.bytes, next_buffers_.bytes)) next_buffers_ = take_buffers(bytes);
+}
+
 void Reducer::plan_buckets(const Lock& /*lock*/) {
-  buckets_.clear();
+  Plan now = plan(order_);
+  buckets_ = std::move(now.buckets);
+  Buffers next = std::exchange(next_buffers_, {});
+  if (now.bytes <= buffers_.bytes) return;
+  buffers_ = {};
+  buffers_ = next.bytes >= now.bytes ? std::move(next) : take_buffers(now.bytes);
+}
+
+Reducer::Buffers Reducer::take_buffers(Bytes bytes) const {
+  pager::HostMemory& host = pager_.tiers().host();
+  Buffers out;
+  out.outgoing = host.allocate(bytes, pager::tag::kStaging, "gradients out");
+  if (ranks_ > 1) out.incoming = host.allocate(bytes, pager::tag::kStaging, "gradients in");
+  out.bytes = bytes;
+  return out;
+}
+
+/// Cuts the round into buckets: whole shards of small pages together, large ones in pieces.
+Reducer::Plan Reducer::plan(std::span<TrainedPage* const> order) const {
+  Plan out;
   std::vector<Item> bucket;
   std::vector<Bytes> sizes;  // of all items
   Bytes filled = 0;
   Bytes flags = 0;
-  for (TrainedPage* page : order_) {
+  for (TrainedPage* page : order) {
     const std::uint64_t shard = pager_.sharding().of(page->elements(), 0).size();
     const Bytes size = page->page->element_size;
     flags = std::max(flags, flag_bytes(*page));
@@ -108,7 +156,7 @@ void Reducer::plan_buckets(const Lock& /*lock*/) {
       const std::uint64_t count = std::min(most, shard - done);
       const Bytes bytes = count * size * static_cast<Bytes>(ranks_);
       if (filled + bytes > options_.bucket && !bucket.empty()) {
-        buckets_.push_back(std::exchange(bucket, {}));
+        out.buckets.push_back(std::exchange(bucket, {}));
         filled = 0;
       }
       bucket.push_back({page, done, count, done + count == shard});
@@ -117,10 +165,10 @@ void Reducer::plan_buckets(const Lock& /*lock*/) {
       done += count;
     } while (done < shard);
   }
-  if (!bucket.empty()) buckets_.push_back(std::move(bucket));
+  if (!bucket.empty()) out.buckets.push_back(std::move(bucket));
   // One rank alone needs no messages; a GPU's gradients still need a place to arrive at.
   const bool staged = ranks_ > 1 || !pager_.tiers().device_is_host();
-  if (!staged || sizes.empty()) return;
+  if (!staged || sizes.empty()) return out;
   // Whatever the order, a bucket is no larger than this: the buffers are taken once, at attach.
   std::sort(sizes.begin(), sizes.end());
   const Bytes data = std::max(options_.bucket, sizes.back());
@@ -133,26 +181,25 @@ void Reducer::plan_buckets(const Lock& /*lock*/) {
   }
   const Bytes all = std::accumulate(sizes.begin(), sizes.end(), Bytes{0});
   // At least a block of elements: run_alone() takes whole blocks at a time.
-  const Bytes largest = std::max<Bytes>(
-      pager::Sharding::kBlock * sizeof(float),
-      std::min(data, all) + items * static_cast<Bytes>(ranks_) * (flags + kAlignment));
-  if (largest <= buffer_bytes_) return;
-  outgoing_ = {};
-  incoming_ = {};
-  outgoing_ = pager_.tiers().host().allocate(largest, pager::tag::kStaging, "gradients out");
-  if (ranks_ > 1) {
-    incoming_ = pager_.tiers().host().allocate(largest, pager::tag::kStaging, "gradients in");
-  }
-  buffer_bytes_ = largest;
+  out.bytes =
+      std::max<Bytes>(pager::Sharding::kBlock * sizeof(float),
+                      std::min(data, all) +
+                          items * static_cast<Bytes>(ranks_) * (flags + kAlignment));
+  return out;
 }
 
 void Reducer::begin(bool last) {
   const Lock lock(mutex_);
   if (!rounds_.empty() && !rounds_.back()->over) return;
-  rounds_.push_back(std::make_unique<Round>());
-  rounds_.back()->arrived.resize(order_.size());
-  rounds_.back()->last = last;
+  new_round(lock).last = last;
   changed_.notify_all();
+}
+
+Reducer::Round& Reducer::new_round(const Lock& /*lock*/) {
+  Round& round = *rounds_.emplace_back(std::make_unique<Round>());
+  round.arrived.resize(pages_);
+  round.thawed = frozen_.thawed();
+  return round;
 }
 
 void Reducer::push(Contribution contribution) {
@@ -162,11 +209,8 @@ void Reducer::push(Contribution contribution) {
   if (error_ != nullptr) std::rethrow_exception(error_);
   const bool open = !rounds_.empty() && !rounds_.back()->over;
   if (open && rounds_.back()->arrived[number]) rounds_.back()->over = true;
-  if (!open || rounds_.back()->over) {
-    rounds_.push_back(std::make_unique<Round>());
-    rounds_.back()->arrived.resize(order_.size());
-  }
-  Round& round = *rounds_.back();
+  Round& round = !open || rounds_.back()->over ? new_round(lock) : *rounds_.back();
+  if (round.opened && !is_trained(contribution)) return;  // refused: nobody adds it up
   Arrival arrival{std::move(contribution), {}};
   bool parked = false;
   const Stopwatch watch;
@@ -231,6 +275,11 @@ void Reducer::finish() {
   if (error_ != nullptr) std::rethrow_exception(error_);
 }
 
+bool Reducer::thaw_news() const {
+  const Lock lock(mutex_);
+  return thaw_news_;
+}
+
 std::vector<std::uint32_t> Reducer::arrival_order() const {
   const Lock lock(mutex_);
   return arrival_order_;
@@ -260,15 +309,19 @@ void Reducer::run() {
       }
       // A round begins where any rank has a micro-batch; the step, where none has.
       Round* round = rounds_.empty() ? nullptr : rounds_.front().get();
+      const bool news = round != nullptr ? !round->thawed.empty() : frozen_.news();
       lock.unlock();
-      std::uint64_t mine = round != nullptr ? 1 : 0;
-      group_->all_reduce_max({&mine, 1});
+      std::array<std::uint64_t, 2> said = {round != nullptr ? 1U : 0U, news ? 1U : 0U};
+      group_->all_reduce_max(said);
       lock.lock();
-      if (mine == 0) {
+      if (said[0] == 0) {
+        thaw_news_ = said[1] != 0;
         finishing_ = false;
         changed_.notify_all();
         continue;
       }
+      if (said[1] != 0) admit(round, lock);
+      if (round != nullptr) round->opened = true;
       run_round(round, lock);
       if (round != nullptr) {
         if (round->order.size() >= arrival_order_.size()) arrival_order_ = round->order;
@@ -294,14 +347,38 @@ void Reducer::run() {
   }
 }
 
+/// What is thawed on any rank is part of rounds from this one on, if all ranks have room for it.
+/// Gradients of what is not are dropped.
+void Reducer::admit(Round* round, Lock& lock) {
+  const FrozenSet thawed = round != nullptr ? round->thawed : FrozenSet{};
+  lock.unlock();
+  const std::vector<TrainedPage*> joined =
+      frozen_.admit(thawed, FrozenParameters::Asking::Round, group_,
+                    [this](std::span<TrainedPage* const> pages) { make_room_for(pages); });
+  lock.lock();
+  order_.insert(order_.end(), joined.begin(), joined.end());
+  plan_buckets(lock);
+  if (round == nullptr) return;
+  for (auto& arrival : round->arrived) {
+    if (!arrival || is_trained(arrival->contribution)) continue;
+    release(*arrival, lock);
+    arrival.reset();
+  }
+}
+
 /// Without other ranks, gradients are added as they come.
 void Reducer::run_alone(Lock& lock) {
   if (rounds_.empty()) {
+    thaw_news_ = frozen_.news();
     finishing_ = false;
     changed_.notify_all();
     return;
   }
   Round& round = *rounds_.front();
+  if (!round.opened) {
+    if (!round.thawed.empty()) admit(&round, lock);
+    round.opened = true;
+  }
   if (round.taken == round.order.size()) {
     if (round.over) {
       if (round.order.size() >= arrival_order_.size()) arrival_order_ = round.order;
@@ -314,9 +391,12 @@ void Reducer::run_alone(Lock& lock) {
     });
     return;
   }
-  Arrival& arrival = *round.arrived[round.order[round.taken++]];
+  auto& arrived = round.arrived[round.order[round.taken++]];
+  if (!arrived) return;  // dropped
+  Arrival& arrival = *arrived;
   lock.unlock();
   TrainedPage& page = *arrival.contribution.page;
+  arrival.contribution.present = trained_ones(arrival.contribution);
   check_not_begun(page);
   updater_.await_part(*page.page);
   const std::byte* direct = in_host_memory(arrival);
@@ -331,12 +411,12 @@ void Reducer::run_alone(Lock& lock) {
   } else {
     const Bytes size = page.page->element_size;
     const std::uint64_t most =
-        buffer_bytes_ / size / pager::Sharding::kBlock * pager::Sharding::kBlock;
+        buffers_.bytes / size / pager::Sharding::kBlock * pager::Sharding::kBlock;
     for (std::uint64_t done = 0; done < page.elements();) {
       const std::uint64_t count = std::min(most, page.elements() - done);
-      read_contribution(arrival, {done, done + count}, outgoing_.data());
+      read_contribution(arrival, {done, done + count}, buffers_.outgoing.data());
       stream_->synchronize();
-      const std::byte* staged = outgoing_.data();
+      const std::byte* staged = buffers_.outgoing.data();
       gradients_.add(page, done, count, {&staged, 1}, arrival.contribution.present);
       done += count;
     }
@@ -393,8 +473,8 @@ void Reducer::exchange(std::span<const Item> bucket, Round* round) {
   const auto ranks = static_cast<std::size_t>(ranks_);
   std::vector<std::span<const std::byte>> to(ranks);
   std::vector<std::span<std::byte>> from(ranks);
-  std::byte* out = outgoing_.data();
-  std::byte* in = incoming_.data();
+  std::byte* out = buffers_.outgoing.data();
+  std::byte* in = buffers_.incoming.data();
   const Bytes own_bytes = message_bytes(bucket, rank_);
   const std::byte* own = nullptr;
   Bytes sent = 0;
@@ -415,7 +495,7 @@ void Reducer::exchange(std::span<const Item> bucket, Round* round) {
       std::byte* data = out + flag_bytes(page);
       const auto* arrival = round == nullptr ? nullptr : &round->arrived[page.number];
       if (arrival != nullptr && arrival->has_value()) {
-        write_flags((*arrival)->contribution.present, out);
+        write_flags(trained_ones((*arrival)->contribution), out);
         read_contribution(**arrival, range, data);
       } else {
         std::memset(data, 0, bytes);
@@ -470,7 +550,7 @@ void Reducer::exchange(std::span<const Item> bucket, Round* round) {
 
 /// Whether this rank has nothing against an update of the page at the end of this round.
 bool Reducer::ask(TrainedPage& page, const Round* round) {
-  if (round != nullptr && !round->last) return false;
+  if (page.joining || (round != nullptr && !round->last)) return false;
   return !page.begun &&
          early_.ask(page, round != nullptr && round->arrived[page.number].has_value());
 }

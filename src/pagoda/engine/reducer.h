@@ -13,6 +13,7 @@
 
 #include "pagoda/comm/group.h"
 #include "pagoda/engine/early_updates.h"
+#include "pagoda/engine/frozen_parameters.h"
 #include "pagoda/optim/gradients.h"
 #include "pagoda/optim/trained_page.h"
 #include "pagoda/optim/updater.h"
@@ -27,6 +28,7 @@ struct Contribution {
   const std::byte* data = nullptr;  // the whole page, in its type and layout
   std::shared_ptr<void> keep;       // what `data` lives in
   device::Mark ready;               // on the device's stream; empty: ready now
+  bool late = false;                // comes after its pass: thawed while that was under way
 };
 
 struct ReducerStats {
@@ -57,14 +59,19 @@ class Reducer {
 
   /// `group` null: one rank.
   Reducer(comm::Group* group, pager::Pager& pager, optim::Gradients& gradients,
-          optim::Updater& updater, EarlyUpdates& early, Options options);
+          optim::Updater& updater, EarlyUpdates& early, FrozenParameters& frozen,
+          Options options);
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
   ~Reducer();
 
+  /// Gradients come of pages whose numbers are below `count`, frozen ones included.
+  void set_pages(std::size_t count);
   /// The pages of a round in the order in which the ranks go through them: the same everywhere. Not
   /// while a round is open.
   void set_order(std::vector<optim::TrainedPage*> order);
+  /// Takes buffers for rounds that go through these pages, too; set_order() uses them.
+  void make_room_for(std::span<optim::TrainedPage* const> pages);
 
   /// A micro-batch's gradients begin to come; `last`: of the step. Optional: push() begins a round
   /// by itself.
@@ -78,6 +85,8 @@ class Reducer {
   /// went wrong.
   void finish();
 
+  /// What finish() has heard: whether anything is thawed on any rank.
+  bool thaw_news() const;
   /// Page numbers in the order in which their gradients last came; for set_order().
   std::vector<std::uint32_t> arrival_order() const;
   void fail(std::exception_ptr error) noexcept;
@@ -92,6 +101,8 @@ class Reducer {
     std::vector<std::optional<Arrival>> arrived;  // by page number
     std::vector<std::uint32_t> order;             // as they came
     std::size_t taken = 0;                        // of `order`, by the thread of a single rank
+    FrozenSet thawed;                             // on this rank, when it began
+    bool opened = false;                          // …and all ranks have heard of that
     bool over = false;
     bool last = false;  // of the step, on this rank
   };
@@ -101,6 +112,16 @@ class Reducer {
     std::uint64_t begin;
     std::uint64_t count;
     bool last;  // of its page
+  };
+  /// A round's messages.
+  struct Plan {
+    std::vector<std::vector<Item>> buckets;
+    Bytes bytes = 0;  // that the buffers need
+  };
+  struct Buffers {
+    pager::HostBlock outgoing;
+    pager::HostBlock incoming;
+    Bytes bytes = 0;
   };
   using Lock = std::unique_lock<std::mutex>;
 
@@ -115,6 +136,10 @@ class Reducer {
   bool ask(optim::TrainedPage& page, const Round* round);
   void release(Arrival& arrival, const Lock& lock);
   void park(Arrival& arrival);
+  Round& new_round(const Lock& lock);
+  void admit(Round* round, Lock& lock);
+  Plan plan(std::span<optim::TrainedPage* const> order) const;
+  Buffers take_buffers(Bytes bytes) const;
   void plan_buckets(const Lock& lock);
 
   comm::Group* const group_;
@@ -122,12 +147,14 @@ class Reducer {
   optim::Gradients& gradients_;
   optim::Updater& updater_;
   EarlyUpdates& early_;
+  FrozenParameters& frozen_;
   const Options options_;
   const int ranks_;
   const int rank_;
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;
+  std::size_t pages_ = 0;                      // guarded by mutex_
   std::vector<optim::TrainedPage*> order_;     // guarded by mutex_
   std::vector<std::vector<Item>> buckets_;     // guarded by mutex_, fixed while a round runs
   std::deque<std::unique_ptr<Round>> rounds_;  // guarded by mutex_
@@ -136,13 +163,13 @@ class Reducer {
   bool wants_local_ = false;  // guarded by mutex_: the thread waits for a gradient of this rank
   bool finishing_ = false;    // guarded by mutex_
   bool stopping_ = false;     // guarded by mutex_
+  bool thaw_news_ = false;    // guarded by mutex_
   std::exception_ptr error_;  // guarded by mutex_
   ReducerStats stats_;        // guarded by mutex_
 
   std::shared_ptr<device::Stream> stream_;
-  pager::HostBlock outgoing_;
-  pager::HostBlock incoming_;
-  Bytes buffer_bytes_ = 0;
+  Buffers buffers_;
+  Buffers next_buffers_;  // guarded by mutex_: taken ahead, for pages that may join
   std::jthread thread_;
 };
 

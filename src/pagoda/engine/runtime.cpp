@@ -154,8 +154,15 @@ Runtime::Runtime(const Config& config, std::shared_ptr<comm::World> world)
           gather_gradients({&one, 1}, *tiers_, pager_->sharding(), config_.bucket, *reduce_group_);
         }
       });
+  frozen_ = std::make_unique<FrozenParameters>(FrozenParameters::Options{
+      [this](TrainedPage& page) {
+        check_gradient_staging(page);
+        make_device_room(page);
+        take_homes(page);
+      },
+      [this](TrainedPage& page) { updater_->add(page, rules_[page.parameters[0].group]); }});
   reducer_ = std::make_unique<Reducer>(
-      reduce_group_.get(), *pager_, *gradients_, *updater_, *early_,
+      reduce_group_.get(), *pager_, *gradients_, *updater_, *early_, *frozen_,
       Reducer::Options{config_.bucket, tiers_->gradient_staging(),
                        [this](std::exception_ptr error) { fail(std::move(error)); }});
 }
@@ -193,6 +200,7 @@ Runtime::~Runtime() {
   pager_->set_debts(nullptr);
   pager_->set_foresight(nullptr);
   trained_.clear();
+  frozen_.reset();
   pager_.reset();
 }
 
@@ -313,7 +321,7 @@ void Runtime::fail(std::exception_ptr error) noexcept {
 TrainedPage* Runtime::trained(const Page& page) noexcept {
   const auto found = std::find_if(trained_.begin(), trained_.end(),
                                   [&](const auto& trained) { return trained->page == &page; });
-  return found == trained_.end() ? nullptr : found->get();
+  return found == trained_.end() ? frozen_->find(page) : found->get();
 }
 
 void Runtime::begin_backward(bool last) {
@@ -324,7 +332,11 @@ void Runtime::begin_backward(bool last) {
 
 void Runtime::contribute(Contribution contribution) {
   check();
-  early_->gradient_comes(*contribution.page);
+  if (contribution.late) {
+    reducer_->end();  // a round that began without it has been agreed on without it
+  } else {
+    early_->gradient_comes(*contribution.page);
+  }
   reducer_->push(std::move(contribution));
 }
 
@@ -351,7 +363,7 @@ void Runtime::set_optimizer(std::size_t group, const Optimizer& optimizer) {
 }
 
 void Runtime::set_clip(double clip) {
-  PAGODA_REQUIRE(trained_.empty(), "clip can be set before attach() only");
+  PAGODA_REQUIRE(!attached(), "clip can be set before attach() only");
   Config changed = config_;
   changed.clip = clip;
   changed.validate();
@@ -396,6 +408,7 @@ void Runtime::barrier() {
 void Runtime::await_gradients() {
   early_->no_more_backward(groups_);
   reducer_->finish();
+  take_joined();
 }
 
 /// A violation on a thread that could not throw it is thrown here.
@@ -426,6 +439,7 @@ void Runtime::zero_grad() {
   try {
     await_gradients();
     for (const auto& page : trained_) optim::Gradients::clear(*page);
+    frozen_->forget_refusal();
   } catch (...) {
     fail_and_throw();
   }
@@ -436,6 +450,10 @@ void Runtime::read_gradient(const Page& page, std::span<float> to) {
   const TrainedPage* trained = this->trained(page);
   PAGODA_REQUIRE(trained != nullptr, "page '{}' is not trained: it has no gradient", page.name);
   await_gradients();
+  PAGODA_REQUIRE(bool(trained->gradient),
+                 "parameter '{}' is frozen, or was not thawed before the last backward(): it has no "
+                 "gradient",
+                 page.name);
   if (alone()) {
     gradients_->read(*trained, 0, to);
     return;

@@ -7,6 +7,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -15,6 +16,7 @@
 #include "pagoda/comm/world.h"
 #include "pagoda/engine/config.h"
 #include "pagoda/engine/early_updates.h"
+#include "pagoda/engine/frozen_parameters.h"
 #include "pagoda/engine/reducer.h"
 #include "pagoda/engine/shard_exchange.h"
 #include "pagoda/engine/stats.h"
@@ -68,13 +70,23 @@ class Runtime {
   int ranks() const noexcept { return world_->size(); }
 
   /// The pages of the model, trained or not, get the homes that the configuration says, and trained
-  /// ones gradients and state. UserError before anything is moved if they do not fit.
+  /// ones gradients and state. UserError before anything is moved if they do not fit. `frozen`:
+  /// which of the specs' parameters are not trained until set_thawed() says so.
   void attach(const std::vector<pager::Page*>& pages, std::vector<TrainedSpec> trained,
-              std::vector<Optimizer> groups);
+              std::vector<Optimizer> groups, const std::vector<FrozenSpec>& frozen = {});
   /// Forgets gradients and states; pages stay. Nothing is owed.
   void detach();
-  /// The trained form of a page; null for others.
+  /// The form of a page that is given to the optimizer, trained or frozen; null for others.
   optim::TrainedPage* trained(const pager::Page& page) noexcept;
+
+  /// Which of attach()'s `frozen` parameters, by their place there, require a gradient now: told
+  /// before the gradients of a micro-batch come and before step(), which throws ThawRefused where
+  /// they cannot be trained (docs/notes/thaw.md). Leaves out those that is_trained() says.
+  void set_thawed(const FrozenSet& now) { frozen_->set_thawed(now); }
+  /// Whether it has been thawed, and step() has agreed to that. Between two steps.
+  bool is_trained(std::size_t frozen) const {
+    return (*frozen_)[frozen].state == FrozenParameters::State::Trained;
+  }
 
   /// A micro-batch's backward pass. `last`: of its step, so that updates may begin. contribute()
   /// without a begin belongs to one that is not known to be the last.
@@ -119,8 +131,20 @@ class Runtime {
   void check_fit(const std::vector<pager::Page*>& pages);
   void check_equal_on_all_ranks(const std::vector<pager::Page*>& pages);
   void place(const std::vector<pager::Page*>& pages);
-  void make_room_to_undo();
+  void make_room_to_undo(std::span<optim::TrainedPage* const> pages);
   void forget_trained();
+  bool attached() const noexcept { return !trained_.empty() || !frozen_->none(); }
+  std::unique_ptr<optim::TrainedPage> make_trained(TrainedSpec spec, std::size_t number) const;
+  void keep_frozen(const std::vector<FrozenSpec>& frozen,
+                   std::vector<std::unique_ptr<optim::TrainedPage>> pages);
+  void check_same_frozen();
+  void check_gradient_staging(const optim::TrainedPage& page) const;
+  void take_homes(optim::TrainedPage& page);
+  void make_device_room(const optim::TrainedPage& page);
+  void take_joined();
+  void agree_on_thawed(bool leaving);
+  void withdraw_thawed(std::span<const std::size_t> differing);
+  void reset_order();
   StepResult step_together(bool leaving, bool& all_leaving,
                            const std::function<void(pager::Page&)>& bumped);
   void settle();
@@ -153,13 +177,15 @@ class Runtime {
   std::unique_ptr<optim::Gradients> gradients_;
   std::unique_ptr<optim::Updater> updater_;
   std::unique_ptr<EarlyUpdates> early_;
+  std::unique_ptr<FrozenParameters> frozen_;
   std::unique_ptr<Reducer> reducer_;
   std::unique_ptr<ShardExchange> shards_;
   std::unique_ptr<comm::Watch> watch_;
 
   std::vector<pager::Page*> pages_;                           // of attached models
-  std::vector<std::unique_ptr<optim::TrainedPage>> trained_;  // by number
+  std::vector<std::unique_ptr<optim::TrainedPage>> trained_;  // in the order of their numbers
   std::vector<Optimizer> groups_;
+  std::vector<Optimizer> rules_;  // groups_ as they were at attach(): what states are made for
   optim::LossScale scale_;
   StepTrace trace_;
   std::uint64_t steps_ = 0;

@@ -3,9 +3,12 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <unordered_map>
+#include <unordered_set>
 #include <utility>
 
 #include "pagoda/base/error.h"
+#include "pagoda/base/log.h"
 #include "pagoda/base/trace.h"
 #include "pagoda/engine/backend.h"
 #include "pagoda/engine/gradient_gather.h"
@@ -25,7 +28,11 @@ StepResult Runtime::step(const std::function<void(Page&)>& bumped) {
 
 void Runtime::join(const std::function<void(Page&)>& bumped) {
   for (bool all_leaving = false; !all_leaving;) {
-    step_together(true, all_leaving, bumped);
+    try {
+      step_together(true, all_leaving, bumped);
+    } catch (const ThawRefused& refused) {  // the others' to act upon: they come back to this step
+      log::warn("engine", "a step of the others was refused", {{"cause", refused.message()}});
+    }
     trace_.stepped(steps_);
   }
 }
@@ -37,6 +44,7 @@ StepResult Runtime::step_together(bool leaving, bool& all_leaving,
   try {
     await_gradients();
     check_order();
+    agree_on_thawed(leaving);
 
     std::vector<TrainedPage*> pages;
     for (const auto& page : trained_) {
@@ -112,6 +120,8 @@ StepResult Runtime::step_together(bool leaving, bool& all_leaving,
     }
     updater_->follow(update_order(std::move(pages)));
     return result;
+  } catch (const ThawRefused&) {  // on all ranks, and nothing has changed
+    throw;
   } catch (...) {
     fail_and_throw();
   }
@@ -148,16 +158,19 @@ void Runtime::publish_writes(bool shards) {
 
 /// Gradients are exchanged in the order in which they last came on the first rank.
 void Runtime::agree_on_order() {
-  std::vector<std::uint32_t> order = reducer_->arrival_order();
-  std::vector<bool> seen(trained_.size());
-  for (const std::uint32_t number : order) seen[number] = true;
-  for (std::uint32_t number = 0; number < trained_.size(); ++number) {
-    if (!seen[number]) order.push_back(number);
-  }
+  std::unordered_map<std::uint32_t, TrainedPage*> by_number;
+  for (const auto& page : trained_) by_number[page->number] = page.get();
+  std::vector<std::uint32_t> order;
+  std::unordered_set<std::uint32_t> seen;
+  const auto put = [&](std::uint32_t number) {
+    if (by_number.contains(number) && seen.insert(number).second) order.push_back(number);
+  };
+  for (const std::uint32_t number : reducer_->arrival_order()) put(number);
+  for (const auto& page : trained_) put(page->number);
   control_->broadcast(std::as_writable_bytes(std::span(order)), 0);
   std::vector<TrainedPage*> pages;
   pages.reserve(order.size());
-  for (const std::uint32_t number : order) pages.push_back(trained_[number].get());
+  for (const std::uint32_t number : order) pages.push_back(by_number.at(number));
   reducer_->set_order(std::move(pages));
 }
 

@@ -151,6 +151,40 @@ void Gradients::added(TrainedPage& page, const std::vector<bool>& present) {
   }
 }
 
+void Gradients::forget(TrainedPage& page, std::uint32_t parameter) {
+  if (!page.parameters[parameter].filled) return;
+  page.parameters[parameter].filled = false;
+  if (!page.filled()) {
+    clear(page);
+    return;
+  }
+  // Sums of squares are taken of whole blocks, in which it counts as zero.
+  if (!options_.squares) page.squares.clear();
+  const Bytes size = kernels::element_size(page.gradient_dtype);
+  const std::uint64_t most = options_.staging / size / kBlock * kBlock;
+  for (std::uint64_t at = page.reduced.begin; at < page.reduced.end;) {
+    const std::uint64_t piece = std::min(most, page.reduced.end - at);
+    const Bytes home_begin = (at - page.gradient_range.begin) * size;
+    const std::span buffer(staging_.data(), piece * size);
+    tiers_.read(page.gradient, home_begin, buffer);
+    for (const Segment& segment : page.segments) {
+      const std::uint64_t first = std::max(at, segment.range.begin);
+      const std::uint64_t last = std::min(at + piece, segment.range.end);
+      if (segment.parameter != parameter || first >= last) continue;
+      std::memset(buffer.data() + (first - at) * size, 0, (last - first) * size);
+    }
+    tiers_.write(page.gradient, home_begin, buffer);
+    if (options_.squares) {
+      kernels::block_sums_of_squares(
+          {page.gradient_dtype, buffer.data()}, piece, 1,
+          std::span(page.squares)
+              .subspan((at - page.reduced.begin) / kBlock, kernels::norm_blocks(piece)),
+          pool_);
+    }
+    at += piece;
+  }
+}
+
 void Gradients::clear(TrainedPage& page) noexcept {
   for (TrainedParameter& parameter : page.parameters) parameter.filled = false;
   page.squares.clear();

@@ -40,6 +40,8 @@ class Gradients {
   void taken(TrainedPage& page, const std::vector<bool>& present);
   /// All of a micro-batch's elements have been added.
   void added(TrainedPage& page, const std::vector<bool>& present);
+  /// The parameter's gradient, if it has one, is as if it had never come; others stay.
+  void forget(TrainedPage& page, std::uint32_t parameter);
   /// The step is over: accumulators start anew.
   static void clear(TrainedPage& page) noexcept;
 

@@ -26,6 +26,9 @@ struct TrainedParameter {
   std::uint64_t updates = 0;  // steps it has taken: the updater's
   bool used = false;          // has a gradient in this step: the engine's, between steps
   bool filled = false;        // its accumulator has a gradient: the gradients' thread
+  /// Given to the optimizer and not trained (docs/notes/thaw.md): its gradients are dropped. The
+  /// gradients' thread, and step() in between.
+  bool frozen = false;
 };
 
 /// A page with gradient and optimizer state. Made when a model is attached; who may change what is
@@ -58,6 +61,9 @@ struct TrainedPage {
   std::vector<double> squares;
   /// Its update of the coming step has begun: the gradients' thread, and step() in between.
   bool begun = false;
+  /// A parameter of it was thawed since the last step: its update waits for step(), in which the
+  /// ranks agree. The gradients' thread, and step() in between.
+  bool joining = false;
   /// The step of its first gradient in a last backward pass: early updates'.
   std::uint64_t first_gradient = 0;
 

@@ -306,10 +306,10 @@ void Updater::settle_part(const pager::Page& page, std::uint64_t version) {
   std::unique_lock lock(mutex_);
   const auto found = records_.find(&page);
   if (found == records_.end()) return;  // not trained: always up to date
-  changed_.wait(lock,
-                [&] { return found->second->done >= version || error_ != nullptr || stopping_; });
+  const Record& record = *found->second;  // pages may be added meanwhile
+  changed_.wait(lock, [&] { return record.done >= version || error_ != nullptr || stopping_; });
   if (error_ != nullptr) std::rethrow_exception(error_);
-  PAGODA_CHECK_GE(found->second->done, version, "the updater stops");
+  PAGODA_CHECK_GE(record.done, version, "the updater stops");
 }
 
 void Updater::await_part(const pager::Page& page) {

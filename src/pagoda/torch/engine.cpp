@@ -105,6 +105,7 @@ at::Tensor Engine::grad(const at::Tensor& parameter) {
 }
 
 double Engine::grad_norm() {
+  impl_->push_late();
   return impl_->runtime().grad_norm();
 }
 

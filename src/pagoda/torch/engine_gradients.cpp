@@ -26,6 +26,10 @@ bool covers_storage(const at::Tensor& tensor, std::uint64_t elements) {
 void Engine::Impl::backward(const at::Tensor& loss, std::optional<bool> last) {
   runtime_->check();
   PAGODA_REQUIRE(!parameters_.empty(), "no model is attached: call attach() first");
+  {
+    const std::lock_guard lock(gradient_mutex_);
+    look_for_thawed();
+  }
   ++backwards_;
   runtime_->begin_backward(last.value_or(backwards_ == runtime_->config().accumulation));
   const double scale = runtime_->loss_scale();
@@ -43,6 +47,7 @@ void Engine::Impl::backward(const at::Tensor& loss, std::optional<bool> last) {
 
 void Engine::Impl::zero_grad() {
   end_of_backward();
+  drop_late();
   runtime_->zero_grad();
   backwards_ = 0;
 }
@@ -52,8 +57,16 @@ void Engine::Impl::gradient_ready(std::size_t index, const at::Tensor& tensor) {
   Parameter& parameter = parameters_[index];
   if (!tensor.grad().defined()) return;
   const std::lock_guard lock(gradient_mutex_);
-  ++parameter.fired;
   const int pass = pass_.load() != torch::kNoPass ? pass_.load() : plain_pass();
+  if (parameter.frozen && !parameter.thawed) {  // since the pass began: it stays in p.grad
+    parameter.late = true;
+    return;
+  }
+  if (parameter.page == nullptr) {  // cannot be trained, as step() will say
+    tensor.mutable_grad() = at::Tensor();
+    return;
+  }
+  ++parameter.fired;
   const bool nested = pass != torch::current_pass();
   // Inside a checkpoint's own backward the parameter may come again: until it is known how often,
   // its gradient stays where torch adds to it.
@@ -66,6 +79,7 @@ void Engine::Impl::gradient_ready(std::size_t index, const at::Tensor& tensor) {
 int Engine::Impl::plain_pass() {
   const int here = torch::current_pass();
   if (std::find(plain_passes_.begin(), plain_passes_.end(), here) == plain_passes_.end()) {
+    if (plain_passes_.empty()) look_for_thawed();
     plain_passes_.push_back(here);
     torch::at_end_of_pass([this, here] {
       {
@@ -112,7 +126,7 @@ void Engine::Impl::take_gradient(Parameter& parameter, const at::Tensor& tensor)
   }
   partial.flat.as_strided(tensor.sizes(), tensor.strides(), tensor.storage_offset()).add_(grad);
   partial.present[parameter.in_page] = true;
-  if (std::all_of(partial.present.begin(), partial.present.end(), [](bool p) { return p; })) {
+  if (is_complete(partial, page)) {
     Partial whole = std::move(partial);
     partial_.erase(&page);
     push(page, std::move(whole.flat), std::move(whole.present));
@@ -123,6 +137,7 @@ void Engine::Impl::push(optim::TrainedPage& page, at::Tensor flat, std::vector<b
   engine::Contribution contribution;
   contribution.page = &page;
   contribution.present = std::move(present);
+  contribution.late = pushing_late_;
   contribution.data = static_cast<const std::byte*>(flat.const_data_ptr());
   if (const auto stream = consumer()) contribution.ready = stream->mark();
   contribution.keep = std::make_shared<at::Tensor>(std::move(flat));
@@ -152,6 +167,7 @@ at::Tensor Engine::Impl::grad(const at::Tensor& tensor) {
   torch::PageStorage* storage = find(tensor);
   PAGODA_REQUIRE(storage != nullptr, "the tensor is no parameter of this engine");
   end_of_backward();
+  push_late();
   std::vector<float> flat(storage->page()->elements);
   runtime_->read_gradient(*storage->page(), flat);
   const at::Tensor all = at::empty({static_cast<std::int64_t>(flat.size())}, at::kFloat);

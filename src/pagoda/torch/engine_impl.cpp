@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <unordered_set>
 #include <utility>
 
 #include <ATen/Functions.h>
@@ -40,12 +41,7 @@ Engine::Impl::Impl(const Config& config, std::shared_ptr<comm::World> world)
 
 Engine::Impl::~Impl() {
   activation_pool_.reset();
-  for (Parameter& parameter : parameters_) {
-    torch::ParameterTable::instance().erase(parameter.key);
-    if (auto alive = parameter.tensor.lock()) {
-      torch::remove_gradient_hook(at::Tensor(std::move(alive)));
-    }
-  }
+  remove_hooks();
   if (std::uncaught_exceptions() > 0 && !runtime_->failed() && runtime_->ranks() > 1) {
     // The other ranks shall not wait for one that is on its way out.
     runtime_->fail(std::make_exception_ptr(
@@ -221,9 +217,11 @@ void Engine::Impl::sweep() {
   // Now and then: their weak references keep torch from using an address again before that.
   if (++births_since_sweep_ < storages_.size()) return;
   births_since_sweep_ = 0;
+  std::unordered_set<const torch::PageStorage*> known;  // until their parameters' next touch
+  for (const Parameter& parameter : parameters_) known.insert(parameter.storage);
   std::vector<const c10::StorageImpl*> gone;
   for (const auto& [key, storage] : storages_) {
-    if (storage->gone()) gone.push_back(key);
+    if (storage->gone() && !known.contains(storage.get())) gone.push_back(key);
   }
   if (gone.empty()) return;
   runtime_->pager().bury_dead();  // before the bindings go
@@ -264,7 +262,7 @@ void Engine::Impl::check_modules(const ::torch::nn::Module& model) {
 
 /// The runs of consecutive elements that a parameter has in its storage, in their order.
 std::vector<optim::Segment> Engine::Impl::segments_of(const at::Tensor& tensor,
-                                                      std::size_t in_page) const {
+                                                      std::size_t in_page) {
   std::vector<optim::Segment> out;
   if (tensor.numel() == 0) return out;
   std::vector<std::pair<std::int64_t, std::int64_t>> dims;  // stride, size
@@ -305,10 +303,8 @@ void Engine::Impl::attach(const std::vector<NamedTensor>& model,
     }
   }
   std::vector<pager::Page*> pages;
-  std::vector<engine::TrainedSpec> specs;
-  std::unordered_map<const pager::Page*, std::size_t> spec_of;
-  std::vector<std::pair<at::Tensor, std::size_t>> trained;  // tensor, spec
-  std::unordered_map<const c10::TensorImpl*, bool> seen;    // tied parameters come once
+  std::vector<Given> given;
+  std::unordered_map<const c10::TensorImpl*, bool> seen;  // tied parameters come once
   for (const auto& [name, tensor] : model) {
     if (!seen.emplace(tensor.unsafeGetTensorImpl(), true).second) continue;
     const auto index = static_cast<std::uint32_t>(seen.size() - 1);
@@ -318,72 +314,67 @@ void Engine::Impl::attach(const std::vector<NamedTensor>& model,
     page.name = name;
     if (std::find(pages.begin(), pages.end(), &page) == pages.end()) pages.push_back(&page);
     const auto group = group_of.find(tensor.unsafeGetTensorImpl());
-    if (!tensor.requires_grad() || (!one_for_all && group == group_of.end())) continue;
-    const auto [spec, fresh] = spec_of.emplace(&page, specs.size());
-    if (fresh) specs.push_back({&page, dtype_of(tensor, name), {}, {}});
-    engine::TrainedSpec& target = specs[spec->second];
-    PAGODA_REQUIRE(target.dtype == dtype_of(tensor, name),
-                   "parameters of different types share the storage of '{}'", name);
-    for (const optim::Segment& segment : segments_of(tensor, target.parameters.size())) {
-      target.segments.push_back(segment);
-    }
-    target.parameters.push_back({index, one_for_all ? 0 : group->second, 0, false, false});
-    Parameter parameter{c10::weak_intrusive_ptr<c10::TensorImpl>(tensor.getIntrusivePtr()),
-                        name,
-                        &storage,
-                        nullptr,
-                        target.parameters.size() - 1,
-                        nullptr,
-                        0,
-                        0};
-    trained.emplace_back(tensor, spec->second);
-    parameters_.push_back(std::move(parameter));
+    if (!one_for_all && group == group_of.end()) continue;
+    if (tensor.requires_grad()) (void)dtype_of(tensor, name);
+    Given& one = given.emplace_back();
+    one.tensor = tensor;
+    one.name = name;
+    one.index = index;
+    one.group = one_for_all ? 0 : group->second;
+    one.storage = &storage;
+    one.dtype = torch::element_type(tensor);
   }
   try {
-    for (engine::TrainedSpec& spec : specs) {
-      std::sort(spec.segments.begin(), spec.segments.end(),
-                [](const auto& a, const auto& b) { return a.range.begin < b.range.begin; });
-      for (std::size_t i = 1; i < spec.segments.size(); ++i) {
-        PAGODA_REQUIRE_GE(spec.segments[i].range.begin, spec.segments[i - 1].range.end,
-                          "two parameters share elements of the storage of '{}': tie them by using "
-                          "one parameter twice",
-                          spec.page->name);
-      }
+    std::vector<engine::TrainedSpec> specs = specs_of(given, groups);
+    std::vector<engine::FrozenSpec> frozen;
+    for (const Given& one : given) {
+      Parameter& parameter = parameters_.emplace_back(one.tensor);
+      parameter.name = one.name;
+      parameter.storage = one.storage;
+      parameter.in_page = one.in_page;
+      if (!one.frozen()) continue;
+      parameter.frozen = frozen.size();
+      frozen_.push_back(parameters_.size() - 1);
+      frozen.push_back(
+          {one.spec, static_cast<std::uint32_t>(one.in_page), one.name, one.obstacle});
     }
     std::vector<Optimizer> rules;
     for (const ParameterGroup& group : groups) rules.push_back(group.optimizer);
-    std::vector<const pager::Page*> page_of_spec;
-    for (const auto& spec : specs) page_of_spec.push_back(spec.page);
-    runtime_->attach(pages, std::move(specs), std::move(rules));
+    runtime_->attach(pages, std::move(specs), std::move(rules), frozen);
     for (std::size_t i = 0; i < parameters_.size(); ++i) {
       Parameter& parameter = parameters_[i];
-      parameter.page = runtime_->trained(*parameter.storage->page());
+      if (given[i].obstacle.empty()) parameter.page = runtime_->trained(*parameter.storage->page());
       of_page_[parameter.storage->page()].push_back(i);
       parameter.attached =
           std::make_unique<torch::AttachedParameter>(torch::AttachedParameter{this, i});
-      parameter.key = trained[i].first.unsafeGetTensorImpl();
+      parameter.key = given[i].tensor.unsafeGetTensorImpl();
       torch::ParameterTable::instance().insert(parameter.key, *parameter.attached);
       parameter.hook = torch::set_gradient_hook(
-          trained[i].first, [this, i](const at::Tensor& tensor) { gradient_ready(i, tensor); });
+          given[i].tensor, [this, i](const at::Tensor& tensor) { gradient_ready(i, tensor); });
     }
   } catch (...) {
-    for (const Parameter& parameter : parameters_) {
-      if (parameter.key == nullptr) continue;
-      torch::ParameterTable::instance().erase(parameter.key);
-      if (auto alive = parameter.tensor.lock()) {
-        torch::remove_gradient_hook(at::Tensor(std::move(alive)));
-      }
-    }
+    remove_hooks();
     parameters_.clear();
+    frozen_.clear();
     of_page_.clear();
     throw;
+  }
+}
+
+void Engine::Impl::remove_hooks() noexcept {
+  for (const Parameter& parameter : parameters_) {
+    if (parameter.key == nullptr) continue;
+    torch::ParameterTable::instance().erase(parameter.key);
+    if (auto alive = parameter.tensor.lock()) {
+      torch::remove_gradient_hook(at::Tensor(std::move(alive)));
+    }
   }
 }
 
 void Engine::Impl::check_hooks() {
   for (const Parameter& parameter : parameters_) {
     const auto alive = parameter.tensor.lock();
-    if (alive == nullptr) continue;
+    if (alive == nullptr || (parameter.frozen && !alive->requires_grad())) continue;
     PAGODA_REQUIRE(
         torch::hook_of(at::Tensor(alive)) == parameter.hook,
         "the gradient hook of '{}' was replaced after attach(): its gradient is lost; set "
@@ -404,6 +395,11 @@ StepReport Engine::Impl::step(bool joining) {
   }
   end_of_backward();
   check_hooks();
+  push_late();
+  if (!joining) {
+    const std::lock_guard lock(gradient_mutex_);
+    look_for_thawed();
+  }
   backwards_ = 0;
   const auto bumped = [this](pager::Page& page) { bump(page); };
   engine::StepResult result;
@@ -412,6 +408,7 @@ StepReport Engine::Impl::step(bool joining) {
   } else {
     result = runtime_->step(bumped);
   }
+  forget_thawed();
   return {result.step, result.skipped, result.norm.value_or(-1), result.loss_scale};
 }
 
@@ -465,7 +462,9 @@ void Engine::Impl::release(const std::vector<at::Tensor>& model) {
     runtime_->pager().drop(*storage->page());
     storages_.erase(storage->key());
   }
+  remove_hooks();
   parameters_.clear();
+  frozen_.clear();
   of_page_.clear();
 }
 

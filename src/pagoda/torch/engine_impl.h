@@ -45,6 +45,8 @@ class Engine::Impl final : public torch::ObserverClient {
   void gradient_ready(std::size_t parameter, const at::Tensor& tensor);
 
   void zero_grad();
+  /// Hands over what was thawed during a pass, and is still in p.grad.
+  void push_late();
 
   engine::Runtime& runtime() noexcept { return *runtime_; }
   /// Copies activations; made when it is first asked for.
@@ -53,12 +55,14 @@ class Engine::Impl final : public torch::ObserverClient {
   c10::Device device() const;
 
  private:
-  /// A parameter that is trained.
+  /// A parameter that is given to the optimizer: trained, or frozen for now.
   struct Parameter {
+    explicit Parameter(const at::Tensor& of) : tensor(of.getIntrusivePtr()) {}
+
     c10::weak_intrusive_ptr<c10::TensorImpl> tensor;
     std::string name;
     torch::PageStorage* storage = nullptr;
-    optim::TrainedPage* page = nullptr;
+    optim::TrainedPage* page = nullptr;                  // null: frozen, and cannot be trained
     std::size_t in_page = 0;                             // which of the page's parameters
     void* hook = nullptr;                                // ours: checked at each step
     std::unique_ptr<torch::AttachedParameter> attached;  // in the observer's table
@@ -67,7 +71,27 @@ class Engine::Impl final : public torch::ObserverClient {
     // the parameter is used in several of them.
     std::size_t fires = 0;  // expected; 0: not known yet
     std::size_t fired = 0;  // in this pass
+    // Of one that was frozen at attach() and that step() has not agreed to train yet: see
+    // docs/notes/thaw.md.
+    std::optional<std::size_t> frozen;  // its place among them, as the runtime knows it
+    bool thawed = false;                // when the runtime was last told
+    bool late = false;                  // thawed during a pass: p.grad is taken by step()
   };
+  /// One of the parameters that attach() gives to the optimizer.
+  struct Given {
+    at::Tensor tensor;
+    std::string name;
+    std::uint32_t index = 0;  // in the model
+    std::uint32_t group = 0;
+    torch::PageStorage* storage = nullptr;
+    std::optional<kernels::Dtype> dtype;  // none: it cannot be trained
+    std::size_t spec = 0;
+    std::size_t in_page = 0;
+    std::string obstacle;  // to its training, if it is frozen
+
+    bool frozen() const { return !tensor.requires_grad(); }
+  };
+
   /// A page of several parameters collects their gradients here.
   struct Partial {
     at::Tensor flat;
@@ -83,12 +107,19 @@ class Engine::Impl final : public torch::ObserverClient {
   void limit_device(Bytes limit);
   void point_at(at::Tensor& tensor, const c10::Storage& storage) const;
   void check_trainable(const at::Tensor& tensor, const std::string& name) const;
-  std::vector<optim::Segment> segments_of(const at::Tensor& tensor, std::size_t in_page) const;
+  static std::vector<optim::Segment> segments_of(const at::Tensor& tensor, std::size_t in_page);
   void take_gradient(Parameter& parameter, const at::Tensor& tensor);
   void push(optim::TrainedPage& page, at::Tensor flat, std::vector<bool> present);
   int plain_pass();
   void end_of_backward();
+  bool is_complete(const Partial& partial, const optim::TrainedPage& page);
+  void look_for_thawed();
+  void drop_late();
+  void forget_thawed();
   void check_hooks();
+  static std::vector<engine::TrainedSpec> specs_of(std::vector<Given>& given,
+                                                   const std::vector<ParameterGroup>& groups);
+  void remove_hooks() noexcept;
   void sweep();
   torch::PageStorage* find(const at::Tensor& tensor) const;
   void bump(pager::Page& page);
@@ -99,9 +130,11 @@ class Engine::Impl final : public torch::ObserverClient {
   std::unordered_map<const c10::StorageImpl*, std::unique_ptr<torch::PageStorage>> storages_;
   std::unordered_map<const c10::StorageImpl*, Moved> moved_;
   std::vector<Parameter> parameters_;
+  std::vector<std::size_t> frozen_;  // of parameters_: those whose `frozen` is set
   std::unordered_map<const pager::Page*, std::vector<std::size_t>> of_page_;
   std::unordered_map<const optim::TrainedPage*, Partial> partial_;  // guarded by gradient_mutex_
   std::vector<int> plain_passes_;  // begun by the user; guarded by gradient_mutex_
+  bool pushing_late_ = false;      // guarded by gradient_mutex_
   std::mutex gradient_mutex_;
   std::atomic<int> pass_{-1};  // the backward pass under way, where it is ours
   std::unordered_map<void*, std::shared_ptr<device::Stream>> streams_;  // guarded by stream_mutex_
