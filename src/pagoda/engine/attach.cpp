@@ -175,6 +175,11 @@ void Runtime::take_homes(TrainedPage& page) {
                        pager::tag::kOptimizer, page.page->name);
 }
 
+/// Of gradients that come before their turn.
+Bytes Runtime::bytes_in_wait() const {
+  return gradients_in_wait(pages_, alone()).bytes;
+}
+
 /// What it takes to undo updates of these pages, as far as the host has room beside all that must
 /// be there. Where it has none, or states lie elsewhere, updates wait for step(): on all ranks or
 /// on none.
@@ -188,7 +193,7 @@ void Runtime::make_room_to_undo(std::span<TrainedPage* const> pages) {
   tiers_->host().expect(pager::tag::kUndo, expected);
   const auto in_wait =
       tiers_->budget(Tier::Host)
-          .try_reserve(gradients_in_wait(pages_, alone()).bytes, pager::tag::kGradients);
+          .try_reserve(bytes_in_wait(), pager::tag::kGradients);
   std::vector<std::uint64_t> cannot(pages.size(), 1);
   // The gradients that come first gain most.
   for (std::size_t i = pages.size(); i-- > 0 && in_wait;) {

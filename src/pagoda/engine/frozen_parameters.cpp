@@ -112,7 +112,7 @@ std::vector<TrainedPage*> FrozenParameters::admit(const FrozenSet& thawed, Askin
   std::sort(pages.begin(), pages.end(), [](auto* a, auto* b) { return a->number < b->number; });
   std::string why;
   try {
-    for (TrainedPage* page : pages) options_.take_homes(*page);
+    options_.take_homes(pages);
     prepare(pages);
   } catch (const Error& error) {
     why = error.message();

@@ -75,8 +75,8 @@ class FrozenParameters {
   };
 
   struct Options {
-    /// Gives a page its gradient and state, or throws.
-    std::function<void(optim::TrainedPage&)> take_homes;
+    /// Gives pages their gradients and states, or throws.
+    std::function<void(std::span<optim::TrainedPage* const>)> take_homes;
     /// All ranks have room: it is trained from now on.
     std::function<void(optim::TrainedPage&)> joined;
   };

@@ -155,11 +155,7 @@ Runtime::Runtime(const Config& config, std::shared_ptr<comm::World> world)
         }
       });
   frozen_ = std::make_unique<FrozenParameters>(FrozenParameters::Options{
-      [this](TrainedPage& page) {
-        check_gradient_staging(page);
-        make_device_room(page);
-        take_homes(page);
-      },
+      [this](std::span<TrainedPage* const> pages) { take_homes_of_thawed(pages); },
       [this](TrainedPage& page) { updater_->add(page, rules_[page.parameters[0].group]); }});
   reducer_ = std::make_unique<Reducer>(
       reduce_group_.get(), *pager_, *gradients_, *updater_, *early_, *frozen_,

@@ -140,7 +140,9 @@ class Runtime {
   void check_same_frozen();
   void check_gradient_staging(const optim::TrainedPage& page) const;
   void take_homes(optim::TrainedPage& page);
-  void make_device_room(const optim::TrainedPage& page);
+  void take_homes_of_thawed(std::span<optim::TrainedPage* const> pages);
+  Bytes bytes_in_wait() const;
+  void make_device_room();
   void take_joined();
   void agree_on_thawed(bool leaving);
   void withdraw_thawed(std::span<const std::size_t> differing);

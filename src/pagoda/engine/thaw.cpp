@@ -86,18 +86,38 @@ void Runtime::check_same_frozen() {
   }
 }
 
-/// Where gradients or states lie on the device, pages that may come again make room for them.
-void Runtime::make_device_room(const TrainedPage& page) {
-  Bytes needed = 0;
+/// Where gradients or states lie on the device, pages that can come again leave it first: there is
+/// room then, and it is taken in one piece.
+void Runtime::make_device_room() {
   constexpr auto kDevice = pager::Placement::Device;
-  if (pager_placement(config_.gradients) == kDevice) needed += page.gradient_bytes();
-  if (pager_placement(config_.optimizer) == kDevice) {
-    const Optimizer& rule = rules_[page.parameters[0].group];
-    needed += updater_->layout(page, rule).bytes(page.updated.size());
+  if (pager_placement(config_.gradients) != kDevice &&
+      pager_placement(config_.optimizer) != kDevice) {
+    return;
   }
-  for (pager::Page* resident : pages_) {
-    if (tiers_->arena().stats().largest_free >= needed) return;
-    if (resident != page.page) pager_->evict(*resident);
+  for (pager::Page* page : pages_) pager_->evict(*page);
+}
+
+/// Takes gradients and states of all these pages from the budgets, or throws.
+void Runtime::take_homes_of_thawed(std::span<TrainedPage* const> pages) {
+  Bytes gradients = 0;
+  Bytes states = 0;
+  for (const TrainedPage* page : pages) {
+    check_gradient_staging(*page);
+    gradients += page->gradient_bytes();
+    const Optimizer& rule = rules_[page->parameters[0].group];
+    states += updater_->layout(*page, rule).bytes(page->updated.size());
+  }
+  const auto on_host = [](pager::Placement placement) {
+    return placement != pager::Placement::Device && placement != pager::Placement::Nvme;
+  };
+  pager::HostMemory& host = tiers_->host();
+  if (on_host(pager_placement(config_.gradients))) host.expect(pager::tag::kGradients, gradients);
+  if (on_host(pager_placement(config_.optimizer))) host.expect(pager::tag::kOptimizer, states);
+  make_device_room();
+  for (TrainedPage* page : pages) take_homes(*page);
+  // A gradient that comes before its turn must still find room.
+  if (tiers_->swap() == nullptr) {
+    (void)tiers_->budget(pager::Tier::Host).reserve(bytes_in_wait(), pager::tag::kGradients);
   }
 }
 

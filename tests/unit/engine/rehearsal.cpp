@@ -47,8 +47,27 @@ Bits initial(const Rehearsal& r, std::size_t page) {
   return in_type(r.dtype, values);
 }
 
+bool is_frozen(const Rehearsal& r, std::size_t page) {
+  return std::find(r.frozen.begin(), r.frozen.end(), page) != r.frozen.end();
+}
+
+/// Whether a gradient of the page that comes in this step is used.
+bool is_trained(const Rehearsal& r, int step, std::size_t page) {
+  if (!is_frozen(r, page)) return true;
+  if (r.refused && r.refused(step)) return false;
+  for (int rank = 0; rank < r.ranks; ++rank) {
+    bool thawed = false;
+    for (int micro = 0; micro <= r.micro_batches; ++micro) {
+      thawed = thawed || r.thawed(rank, step, micro, page);
+    }
+    if (!thawed) return false;
+  }
+  return true;
+}
+
 bool contributes(const Rehearsal& r, int rank, int step, int micro, std::size_t page) {
   if (rank == r.idle_rank) return false;
+  if (is_frozen(r, page) && !r.thawed(rank, step, micro, page)) return false;
   if (r.all_contribute) return true;
   if ((page + static_cast<std::size_t>(step)) % 4 == 3) return false;  // nobody has it
   return (static_cast<std::size_t>(rank + step + micro) + page) % 3 != 0;
@@ -137,7 +156,7 @@ std::vector<std::vector<Bits>> expected(const Rehearsal& r) {
         std::vector<float> total(r.pages[p], 0.0F);
         bool any = false;
         for (int rank = 0; rank < r.ranks; ++rank) {
-          if (!contributes(r, rank, step, micro, p)) continue;
+          if (!contributes(r, rank, step, micro, p) || !is_trained(r, step, p)) continue;
           const std::vector<float> g = in_floats(r.dtype, gradient(r, rank, step, micro, p));
           for (std::size_t i = 0; i < g.size(); ++i) total[i] = any ? total[i] + g[i] : g[i];
           any = true;
@@ -212,7 +231,9 @@ class Rank {
       spec.parameters = {{static_cast<std::uint32_t>(p), 0, 0, false, false}};
       trained.push_back(std::move(spec));
     }
-    runtime_.attach(pages_, std::move(trained), {r.optimizer});
+    std::vector<FrozenSpec> frozen;
+    for (const std::size_t p : r.frozen) frozen.push_back({p, 0, fmt::format("page {}", p), {}});
+    runtime_.attach(pages_, std::move(trained), {r.optimizer}, frozen);
   }
 
   Runtime& runtime() { return runtime_; }
@@ -228,6 +249,11 @@ class Rank {
       }
       if (r_.before_step) r_.before_step(step, runtime_);
       if (r_.late_from >= 0 && step >= r_.late_from) look(step, {{pages_[1], false}});
+      thaw(step, r_.micro_batches);
+      if (r_.refused && r_.refused(step)) {
+        expect_refusal();
+        runtime_.set_thawed({});
+      }
       runtime_.step([](Page&) {});
     }
     write(r_.steps);
@@ -237,6 +263,23 @@ class Rank {
   }
 
  private:
+  void thaw(int step, int micro) {
+    FrozenSet now;
+    for (std::size_t i = 0; i < r_.frozen.size(); ++i) {
+      if (!runtime_.is_trained(i) && r_.thawed(rank_, step, micro, r_.frozen[i])) now.insert(i);
+    }
+    runtime_.set_thawed(now);
+  }
+
+  void expect_refusal() {
+    try {
+      runtime_.step([](Page&) {});
+    } catch (const ThawRefused&) {
+      return;
+    }
+    throw EngineError("what was thawed was not refused");
+  }
+
   void write(int step) {
     for (std::size_t p = 0; p < pages_.size(); ++p) {
       if (!is_written(r_, step, p)) continue;
@@ -316,6 +359,7 @@ class Rank {
 
   void backward(int step, int micro) {
     const bool last = micro + 1 == r_.micro_batches;
+    thaw(step, micro);
     runtime_.begin_backward(last);
     for (std::size_t i = pages_.size(); i-- > 0;) {
       look(step, {{pages_[i], false}});
