@@ -428,8 +428,7 @@ def initialize(args: Any = None, model: torch.nn.Module | Callable[[], torch.nn.
     groups = None
     if model_parameters is not None:
         listed = list(model_parameters)
-        groups = listed if listed and isinstance(listed[0], dict) else [{"params": [
-            p for p in listed if p.requires_grad]}]
+        groups = listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
     facade = engine.attach(model, groups=groups, **chosen)
     if callable(lr_scheduler):
         schedule = lr_scheduler(facade)

@@ -23,6 +23,7 @@ from pagoda.library import Handle, make_engine
 from pagoda.optimizer import KINDS, Optimizer, constants_of, group_defaults
 from pagoda.pin import Pin
 from pagoda.stats import Stats
+from pagoda.untrained import UntrainedWatch
 
 
 class StepReport(NamedTuple):
@@ -94,6 +95,7 @@ class Engine:
         self._model: torch.nn.Module | None = None
         self._optimizer: Optimizer | None = None
         self._attachment: Attachment | None = None
+        self._untrained: UntrainedWatch | None = None
         self._on_release: list[Callable[[], Any]] = []
         with translated():
             self._device = torch.device(self._handle.device())
@@ -212,7 +214,9 @@ class Engine:
                 [constants_of(group) for group in facade.param_groups])
         self._model = model
         self._optimizer = facade
-        self._attachment = Attachment(p for group in resolved for p in group["params"])
+        given = [p for group in resolved for p in group["params"]]
+        self._attachment = Attachment(given)
+        self._untrained = UntrainedWatch(model, given)
         return facade
 
     @staticmethod
@@ -245,6 +249,7 @@ class Engine:
         with translated():
             self._handle.release(list(model.parameters()))
         self._model, self._optimizer, self._attachment = None, None, None
+        self._untrained = None
         while self._on_release:
             self._on_release.pop()()
 
@@ -289,6 +294,8 @@ class Engine:
 
     def _take_step(self) -> StepReport:
         self.optimizer.send()
+        if self._untrained is not None:
+            self._untrained.look()
         with translated():
             step, skipped, norm, loss_scale = self._handle.step()
         return StepReport(step, skipped, norm if norm >= 0 else None, loss_scale)

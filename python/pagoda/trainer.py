@@ -73,7 +73,8 @@ def _let_go(model: torch.nn.Module) -> None:
 
 
 def _groups(model: torch.nn.Module, decay: float) -> list[dict[str, Any]]:
-    """As Trainer has them: neither biases nor norms decay."""
+    """As Trainer has them: neither biases nor norms decay. What is frozen is in them, too: it trains
+    once a callback thaws it."""
     from transformers.trainer_pt_utils import get_parameter_names
 
     forbidden = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
@@ -83,8 +84,7 @@ def _groups(model: torch.nn.Module, decay: float) -> list[dict[str, Any]]:
     groups: list[dict[str, Any]] = [{"params": [], "weight_decay": decay},
                                     {"params": [], "weight_decay": 0.0}]
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            groups[0 if name in decaying else 1]["params"].append(parameter)
+        groups[0 if name in decaying else 1]["params"].append(parameter)
     return [group for group in groups if group["params"]]
 
 

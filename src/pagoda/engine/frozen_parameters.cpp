@@ -178,16 +178,16 @@ FrozenParameters::Opinions FrozenParameters::compare(comm::Group* group, bool ne
     const std::lock_guard lock(mutex_);
     if (!neutral) mine.merge(heard_);
   }
-  out.thawed = mine;
   if (group == nullptr) return out;
+  FrozenSet thawed = mine;
   FrozenSet frozen(parameters_.size());
   for (std::size_t i = 0; i < parameters_.size() && !neutral; ++i) {
     if (!mine.contains(i)) frozen.insert(i);
   }
-  group->all_reduce_or(out.thawed.words());
+  group->all_reduce_or(thawed.words());
   group->all_reduce_or(frozen.words());
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    if (parameters_[i].state != State::Trained && out.thawed.contains(i) && frozen.contains(i)) {
+    if (parameters_[i].state != State::Trained && thawed.contains(i) && frozen.contains(i)) {
       out.differing.push_back(i);
     }
   }

@@ -116,7 +116,6 @@ class FrozenParameters {
 
   /// What the ranks have thawed since the last step.
   struct Opinions {
-    FrozenSet thawed;                    // on any rank
     std::vector<std::size_t> differing;  // on some ranks, and not on others
     std::string error;                   // …and what to say of it
   };

@@ -146,9 +146,9 @@ void Runtime::agree_on_thawed(bool leaving) {
     withdraw_thawed(opinions.differing);
     throw ThawRefused(opinions.error);
   }
-  // Without a backward since: memory is taken now.
+  // What has had no backward since: memory is taken now.
   const auto without_gradient = frozen_->admit(
-      opinions.thawed, FrozenParameters::Asking::Step, control_.get(),
+      leaving ? FrozenSet{} : frozen_->thawed(), FrozenParameters::Asking::Step, control_.get(),
       [this](std::span<TrainedPage* const> pages) { reducer_->make_room_for(pages); });
   if (!without_gradient.empty()) {
     take_joined();

@@ -36,6 +36,8 @@ class GradientHook final : public PostAccumulateGradHook {
 }  // namespace
 
 void* set_gradient_hook(const at::Tensor& parameter, std::function<void(const at::Tensor&)> taken) {
+  // A tensor that has never required a gradient has no slot.
+  ::torch::autograd::impl::materialize_autograd_meta(parameter);
   auto& slot = ::torch::autograd::impl::post_acc_grad_hooks(parameter);
   auto hook = std::make_unique<GradientHook>(std::move(taken), std::move(slot));
   void* ours = hook.get();
@@ -44,10 +46,12 @@ void* set_gradient_hook(const at::Tensor& parameter, std::function<void(const at
 }
 
 void* hook_of(const at::Tensor& parameter) {
+  if (::torch::autograd::impl::get_autograd_meta(parameter) == nullptr) return nullptr;
   return ::torch::autograd::impl::post_acc_grad_hooks(parameter).get();
 }
 
 void remove_gradient_hook(const at::Tensor& parameter) {
+  if (::torch::autograd::impl::get_autograd_meta(parameter) == nullptr) return;
   auto& slot = ::torch::autograd::impl::post_acc_grad_hooks(parameter);
   if (auto* ours = dynamic_cast<GradientHook*>(slot.get())) {
     auto before = ours->take_before();
