@@ -88,6 +88,18 @@ def state_bytes(paged: pagoda.Engine, tier: str = "host") -> int:
     return sum(holders.get(tag, {"used": 0})["used"] for tag in ("gradients", "optimizer"))
 
 
+FROZEN_ON_RANKS = (0, 1, 2)
+STEPS_ON_RANKS = 5
+
+
+def on_ranks(model: torch.nn.Module, step: int) -> None:
+    """What the ranks of ranks.py do before a step."""
+    if step == 2:
+        thaw(model, 1)
+    if step == 3:
+        thaw(model, 0)
+
+
 def gradually(model: torch.nn.Module, step: int) -> None:
     """ULMFiT: the last layer first, then one more at every other step."""
     if step == 0:
@@ -387,6 +399,33 @@ def test_given_another_storage_while_it_is_frozen() -> None:
         paged.step()
     got = parity.values(model)
     assert_same(expected, got)
+
+
+def test_on_several_ranks(tmp_path: Path) -> None:
+    """…and what only one of them thaws, or has no room for, is refused on all: see ranks.py."""
+    from test_ranks import MICRO, torchrun
+
+    torchrun(2, str(tmp_path), "thaw", "0", "2", "3")
+    model = stack()
+    freeze(model, *FROZEN_ON_RANKS)
+    optimizer = parity.PlainAdamW([])
+    optimizer.parameters = list(model.parameters())
+    for step in range(STEPS_ON_RANKS):
+        on_ranks(model, step)
+        sums: list[torch.Tensor | None] = [None] * len(optimizer.parameters)
+        for rank in range(2):
+            loss_of(model, MICRO * step + rank).backward()
+            for i, p in enumerate(optimizer.parameters):
+                before = sums[i]
+                if p.grad is not None:
+                    sums[i] = p.grad if before is None else before + p.grad
+                p.grad = None
+        for p, total in zip(optimizer.parameters, sums, strict=True):
+            p.grad = None if total is None else total * 0.5
+        optimizer.step()
+    for zero in (0, 2, 3):
+        for rank in range(2):
+            assert_same(parity.values(model), torch.load(tmp_path / f"zero{zero}.{rank}.pt"))
 
 
 # Memory.

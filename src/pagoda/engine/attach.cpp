@@ -192,8 +192,7 @@ void Runtime::make_room_to_undo(std::span<TrainedPage* const> pages) {
   }
   tiers_->host().expect(pager::tag::kUndo, expected);
   const auto in_wait =
-      tiers_->budget(Tier::Host)
-          .try_reserve(bytes_in_wait(), pager::tag::kGradients);
+      tiers_->budget(Tier::Host).try_reserve(bytes_in_wait(), pager::tag::kGradients);
   std::vector<std::uint64_t> cannot(pages.size(), 1);
   // The gradients that come first gain most.
   for (std::size_t i = pages.size(); i-- > 0 && in_wait;) {

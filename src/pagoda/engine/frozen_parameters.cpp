@@ -153,9 +153,8 @@ std::vector<std::size_t> FrozenParameters::refuse_obstructed(std::vector<std::si
 
 void FrozenParameters::refuse(std::span<const std::size_t> which, const std::string& why) {
   for (const std::size_t i : which) refused_[i] = true;
-  refusal_ += fmt::format(
-      "{}{} {} thawed and cannot be trained: {}", refusal_.empty() ? "" : "; ", names(which),
-      which.size() == 1 ? "was" : "were", why);
+  refusal_ += fmt::format("{}{} {} thawed and cannot be trained: {}", refusal_.empty() ? "" : "; ",
+                          names(which), which.size() == 1 ? "was" : "were", why);
 }
 
 std::vector<std::unique_ptr<TrainedPage>> FrozenParameters::take_joined() {
@@ -201,7 +200,8 @@ FrozenParameters::Opinions FrozenParameters::compare(comm::Group* group, bool ne
   group->all_reduce_or(no.words());
   out.error = fmt::format(
       "{} {} thawed on some ranks only ('{}' on {}, not on {}): call requires_grad_() alike on all "
-      "ranks between the same steps. Nothing was updated, and the gradients of what only some ranks "
+      "ranks between the same steps. Nothing was updated, and the gradients of what only some "
+      "ranks "
       "have thawed are dropped",
       names(out.differing), out.differing.size() == 1 ? "was" : "were", parameters_[first].name,
       rank_names(yes, group->size()), rank_names(no, group->size()));

@@ -107,8 +107,8 @@ class FrozenParameters {
   /// A collective, where there are several ranks: what any of them has thawed joins on all of them,
   /// if all have room. Returns the pages that have homes now and had none before. `group` null: one
   /// rank.
-  std::vector<optim::TrainedPage*> admit(const FrozenSet& thawed, Asking asking,
-                                         comm::Group* group, const Prepare& prepare);
+  std::vector<optim::TrainedPage*> admit(const FrozenSet& thawed, Asking asking, comm::Group* group,
+                                         const Prepare& prepare);
   /// Pages kept here that have homes now, in the order of their numbers.
   std::vector<std::unique_ptr<optim::TrainedPage>> take_joined();
   /// A page whose only trained parameters did not become so.

@@ -181,10 +181,9 @@ Reducer::Plan Reducer::plan(std::span<TrainedPage* const> order) const {
   }
   const Bytes all = std::accumulate(sizes.begin(), sizes.end(), Bytes{0});
   // At least a block of elements: run_alone() takes whole blocks at a time.
-  out.bytes =
-      std::max<Bytes>(pager::Sharding::kBlock * sizeof(float),
-                      std::min(data, all) +
-                          items * static_cast<Bytes>(ranks_) * (flags + kAlignment));
+  out.bytes = std::max<Bytes>(
+      pager::Sharding::kBlock * sizeof(float),
+      std::min(data, all) + items * static_cast<Bytes>(ranks_) * (flags + kAlignment));
   return out;
 }
 

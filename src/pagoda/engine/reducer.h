@@ -59,8 +59,7 @@ class Reducer {
 
   /// `group` null: one rank.
   Reducer(comm::Group* group, pager::Pager& pager, optim::Gradients& gradients,
-          optim::Updater& updater, EarlyUpdates& early, FrozenParameters& frozen,
-          Options options);
+          optim::Updater& updater, EarlyUpdates& early, FrozenParameters& frozen, Options options);
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
   ~Reducer();

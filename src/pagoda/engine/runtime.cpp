@@ -446,10 +446,11 @@ void Runtime::read_gradient(const Page& page, std::span<float> to) {
   const TrainedPage* trained = this->trained(page);
   PAGODA_REQUIRE(trained != nullptr, "page '{}' is not trained: it has no gradient", page.name);
   await_gradients();
-  PAGODA_REQUIRE(bool(trained->gradient),
-                 "parameter '{}' is frozen, or was not thawed before the last backward(): it has no "
-                 "gradient",
-                 page.name);
+  PAGODA_REQUIRE(
+      bool(trained->gradient),
+      "parameter '{}' is frozen, or was not thawed before the last backward(): it has no "
+      "gradient",
+      page.name);
   if (alone()) {
     gradients_->read(*trained, 0, to);
     return;

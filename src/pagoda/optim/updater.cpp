@@ -305,7 +305,7 @@ void Updater::about_to_write(pager::Page& page) {
 void Updater::settle_part(const pager::Page& page, std::uint64_t version) {
   std::unique_lock lock(mutex_);
   const auto found = records_.find(&page);
-  if (found == records_.end()) return;  // not trained: always up to date
+  if (found == records_.end()) return;    // not trained: always up to date
   const Record& record = *found->second;  // pages may be added meanwhile
   changed_.wait(lock, [&] { return record.done >= version || error_ != nullptr || stopping_; });
   if (error_ != nullptr) std::rethrow_exception(error_);

@@ -335,8 +335,7 @@ void Engine::Impl::attach(const std::vector<NamedTensor>& model,
       if (!one.frozen()) continue;
       parameter.frozen = frozen.size();
       frozen_.push_back(parameters_.size() - 1);
-      frozen.push_back(
-          {one.spec, static_cast<std::uint32_t>(one.in_page), one.name, one.obstacle});
+      frozen.push_back({one.spec, static_cast<std::uint32_t>(one.in_page), one.name, one.obstacle});
     }
     std::vector<Optimizer> rules;
     for (const ParameterGroup& group : groups) rules.push_back(group.optimizer);

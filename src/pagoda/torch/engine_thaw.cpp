@@ -42,7 +42,8 @@ std::vector<engine::TrainedSpec> Engine::Impl::specs_of(std::vector<Given>& give
       return fmt::format("it is {}, and fp32, bf16 and fp16 can be trained",
                          c10::toString(one.tensor.scalar_type()));
     }
-    if (draft.dtype && *draft.dtype != *one.dtype) return "parameters of another type share its storage";
+    if (draft.dtype && *draft.dtype != *one.dtype)
+      return "parameters of another type share its storage";
     if (draft.dtype && draft.rule != rule_of(one)) {
       return "parameters with another kind of optimizer share its storage";
     }

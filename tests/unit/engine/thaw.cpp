@@ -152,9 +152,8 @@ TEST_P(Thaw, OnSomeRanksOnlyIsRefusedOnAllAndLeavesNoTrace) {
 TEST_P(Thaw, WithoutRoomIsRefusedOnAllRanksAndTriedAgain) {
   r.frozen = {1};
   const auto from = [](int step) {
-    return [step](int /*rank*/, int now, int /*micro*/, std::size_t /*page*/) {
-      return now >= step;
-    };
+    return
+        [step](int /*rank*/, int now, int /*micro*/, std::size_t /*page*/) { return now >= step; };
   };
   r.thawed = from(100);
   const std::vector<Held> never = held();
