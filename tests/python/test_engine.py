@@ -169,6 +169,19 @@ def test_gradients_are_the_engines() -> None:
     assert paged.grad_norm() == 0
 
 
+@pytest.mark.parametrize("clip", [0.0, 1e9])
+def test_the_norm_is_that_of_the_gradients_so_far(clip: float) -> None:
+    plain = stack()
+    paged = engine(early_updates=False, accumulation=3, clip=clip)
+    model = stack()
+    paged.attach(model)
+    for micro in range(3):
+        loss_of(plain, micro).backward()
+        paged.backward(loss_of(model, micro))
+        norm = clip_grad_norm_(plain.parameters(), 1e9)
+        assert paged.grad_norm() == pytest.approx(norm.item(), rel=1e-5)
+
+
 @pytest.mark.parametrize("clip", [clip_grad_norm_, clip_grad_value_])
 def test_clipping_by_torch_is_an_error_that_names_the_way(clip: Any) -> None:
     plain = stack()

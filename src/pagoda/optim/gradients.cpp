@@ -146,6 +146,7 @@ void Gradients::taken(TrainedPage& page, const std::vector<bool>& present) {
 }
 
 void Gradients::added(TrainedPage& page, const std::vector<bool>& present) {
+  if (!options_.squares) page.squares.clear();  // somebody asked for the norm before this came
   for (std::size_t i = 0; i < page.parameters.size(); ++i) {
     if (present[i]) page.parameters[i].filled = true;
   }
