@@ -224,6 +224,7 @@ void Runtime::make_room_to_undo(std::span<TrainedPage* const> pages) {
 }
 
 void Runtime::forget_trained() {
+  take_joined();
   reducer_->set_order({});
   for (const auto& page : trained_) updater_->remove(*page);
   trained_.clear();

@@ -102,6 +102,7 @@ Reducer::~Reducer() {
 void Reducer::set_pages(std::size_t count) {
   const Lock lock(mutex_);
   pages_ = count;
+  arrival_order_.clear();
 }
 
 void Reducer::set_order(std::vector<TrainedPage*> order) {

@@ -61,7 +61,10 @@ void Runtime::check_same_frozen() {
                                   [&](const auto& other) { return other.second == page; });
     if (page != nullptr && !seen) look(*page);
   }
-  control_->all_reduce_max({&size, 1});
+  // The model's size, and what its FrozenSets have: the largest number and the smallest.
+  std::array<std::uint64_t, 3> sizes = {size, frozen_->size(), ~std::uint64_t{frozen_->size()}};
+  control_->all_reduce_max(sizes);
+  size = sizes[0];
   std::array<FrozenSet, 3> sets = {FrozenSet(size), FrozenSet(size), FrozenSet(size)};
   for (const auto& [index, page] : trained) sets[0].insert(index);
   for (const auto& [index, page] : frozen) sets[1].insert(index);
@@ -84,6 +87,9 @@ void Runtime::check_same_frozen() {
         "requires_grad and the groups alike on all ranks before attach()",
         name));
   }
+  PAGODA_REQUIRE_EQ(sizes[1], ~sizes[2],
+                    "ranks have different numbers of frozen parameters: set requires_grad alike on "
+                    "all ranks before attach()");
 }
 
 /// Where gradients or states lie on the device, pages that can come again leave it first: there is

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Pages that are frozen at attach() train from the step after they are thawed: with the bits of the
 // kernels, whatever the stage; and what cannot be is refused on all ranks alike.
+#include <set>
+#include <thread>
+
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -9,6 +12,7 @@
 #include "pagoda/engine/runtime.h"
 #include "unit/engine/rehearsal.h"
 #include "unit/io/scratch_directory.h"
+#include "unit/pager/plain_binding.h"
 
 namespace pagoda::engine {
 namespace {
@@ -172,46 +176,104 @@ INSTANTIATE_TEST_SUITE_P(, Thaw,
                          testing::Combine(testing::Values(1, 2, 3), testing::Values(0U, 1U, 3U)),
                          kRanksAndStage);
 
-/// One rank's part of a run in which only some ranks thaw 'page 0'.
-std::string said_by(const std::shared_ptr<comm::World>& world, const std::set<int>& thawing) {
-  Config config = tiny();
-  config.zero = 3;
-  Runtime runtime(config, world);
-  std::vector<pager::Page*> pages;
-  std::vector<TrainedSpec> specs;
-  const std::vector<float> values(100, 1.0F);
-  for (std::uint32_t p = 0; p < 2; ++p) {
-    pages.push_back(&runtime.pager().adopt(
-        fmt::format("page {}", p), values.size(), sizeof(float), pager::Placement::Host,
-        reinterpret_cast<const std::byte*>(values.data()), device::Direction::HostToHost));
-    specs.push_back({pages.back(), kernels::Dtype::F32, {{{0, values.size()}, 0, 0}}, {{p, 0}}});
+/// One rank with two pages of ones, the first of which is frozen.
+class TwoPages {
+ public:
+  explicit TwoPages(const std::shared_ptr<comm::World>& world, bool frozen = true)
+      : values_(5000, 1.0F), runtime_(config(), world) {
+    std::vector<TrainedSpec> specs;
+    for (std::uint32_t p = 0; p < 2; ++p) {
+      pages_.push_back(&runtime_.pager().adopt(fmt::format("page {}", p), values_.size(),
+                                               sizeof(float), pager::Placement::Host, bytes(),
+                                               device::Direction::HostToHost));
+      specs.push_back(
+          {pages_.back(), kernels::Dtype::F32, {{{0, values_.size()}, 0, 0}}, {{p, 0}}});
+    }
+    std::vector<FrozenSpec> first;
+    if (frozen) first.push_back({0, 0, "page 0", {}});
+    runtime_.attach(pages_, std::move(specs), {Sgd{.lr = 1}}, first);
   }
-  runtime.attach(pages, std::move(specs), {AdamW{}}, {{0, 0, "page 0", {}}});
-  FrozenSet now;
-  if (thawing.contains(world->rank())) now.insert(0);
-  runtime.set_thawed(now);
-  std::string out;
-  try {
-    runtime.step([](pager::Page&) {});
-  } catch (const ThawRefused& refused) {
-    out = refused.message();
-  }
-  runtime.check();
-  runtime.set_thawed({});
-  runtime.step([](pager::Page&) {});
-  runtime.finish();
-  return out;
-}
 
-std::vector<std::string> said(int ranks, const std::set<int>& thawing) {
+  Runtime& runtime() { return runtime_; }
+  void set_thawed(bool thawed) {
+    FrozenSet now;
+    if (thawed) now.insert(0);
+    runtime_.set_thawed(now);
+  }
+  /// A pass in which both pages have gradients of ones, as far as they are thawed.
+  void backward(bool thawed) {
+    set_thawed(thawed);
+    runtime_.begin_backward(true);
+    for (std::size_t p = thawed ? 0 : 1; p < 2; ++p) {
+      Contribution contribution;
+      contribution.page = runtime_.trained(*pages_[p]);
+      contribution.present = {true};
+      contribution.data = bytes();
+      runtime_.contribute(std::move(contribution));
+    }
+    runtime_.end_backward();
+  }
+  void step() {
+    runtime_.step([](pager::Page&) {});
+  }
+  /// Every element of a page, if all are alike.
+  float value(std::size_t p) {
+    pager::PlainBinding place;
+    runtime_.pager().set_binding(*pages_[p], &place);
+    const pager::Access access{pages_[p], false};
+    runtime_.pager().touch({&access, 1}, 1, nullptr);
+    const std::span all(reinterpret_cast<const float*>(place.data()), values_.size());
+    const float first = all.front();
+    EXPECT_THAT(all, testing::Each(first));
+    runtime_.pager().unpin({&access, 1}, nullptr);
+    runtime_.pager().set_binding(*pages_[p], nullptr);
+    return first;
+  }
+
+ private:
+  static Config config() {
+    Config config = tiny();
+    config.reduction = Reduction::Sum;
+    config.timeout = 10;
+    return config;
+  }
+  const std::byte* bytes() const { return reinterpret_cast<const std::byte*>(values_.data()); }
+
+  std::vector<float> values_;
+  std::vector<pager::Page*> pages_;
+  Runtime runtime_;
+};
+
+/// Runs each rank on a thread of its own; what each returns.
+std::vector<std::string> on_ranks(
+    int ranks, const std::function<std::string(const std::shared_ptr<comm::World>&)>& rank) {
   const auto worlds = comm::make_thread_worlds(ranks);
   std::vector<std::string> out(worlds.size());
   std::vector<std::jthread> threads;
   for (std::size_t i = 0; i < worlds.size(); ++i) {
-    threads.emplace_back([&, i] { out[i] = said_by(worlds[i], thawing); });
+    threads.emplace_back([&, i] { out[i] = rank(worlds[i]); });
   }
   threads.clear();
   return out;
+}
+
+/// What ranks are told of which some thaw the first page.
+std::vector<std::string> said(int ranks, const std::set<int>& thawing) {
+  return on_ranks(ranks, [&](const auto& world) {
+    TwoPages pages(world);
+    pages.set_thawed(thawing.contains(world->rank()));
+    std::string out;
+    try {
+      pages.step();
+    } catch (const ThawRefused& refused) {
+      out = refused.message();
+    }
+    pages.runtime().check();
+    pages.set_thawed(false);
+    pages.step();
+    pages.runtime().finish();
+    return out;
+  });
 }
 
 TEST(ThawMessages, NameTheParameterAndTheRanks) {
@@ -220,6 +282,36 @@ TEST(ThawMessages, NameTheParameterAndTheRanks) {
                                   HasSubstr("requires_grad_()"))));
   EXPECT_THAT(said(2, {0, 1}), testing::Each(""));
   EXPECT_THAT(said(2, {}), testing::Each(""));
+}
+
+TEST(ThawMessages, NameWhatIsFrozenOnSomeRanksOnlyAtAttach) {
+  EXPECT_THAT(on_ranks(2,
+                       [](const auto& world) -> std::string {
+                         try {
+                           const TwoPages pages(world, world->rank() == 0);
+                         } catch (const std::exception& error) {
+                           return error.what();
+                         }
+                         return "";
+                       }),
+              testing::Each(HasSubstr("'page 0' is trained on some ranks, and frozen")));
+}
+
+TEST(ThawJoin, ARankWithoutDataGoesAlongWithWhatTheOthersThaw) {
+  EXPECT_THAT(on_ranks(3,
+                       [](const auto& world) {
+                         TwoPages pages(world);
+                         pages.backward(false);
+                         pages.step();
+                         if (world->rank() != 0) {
+                           pages.backward(true);
+                           pages.step();
+                         }
+                         pages.runtime().join([](pager::Page&) {});
+                         pages.runtime().finish();
+                         return fmt::format("{} {}", pages.value(0), pages.value(1));
+                       }),
+              testing::Each("-1 -4"));  // 1 - 2, and 1 - 3 - 2
 }
 
 }  // namespace
