@@ -70,6 +70,33 @@ def refusal_of(engine: pagoda.Engine) -> str:
     return "nothing"
 
 
+def check_views_on_one_rank(zero: int) -> None:
+    """A page of which one parameter is trained, and another thawed by rank 1 only: no trace of it in
+    gradients or norms."""
+    runs = []
+    for alone in (False, True):
+        engine = test_thaw.engine(zero=zero, timeout=30, clip=0.01, device_budget="256KiB",
+                                  gradient_staging="64KiB")
+        model = test_thaw.Views()
+        model.weights[1].requires_grad_(False)
+        engine.attach(model, lr=parity.LR, weight_decay=parity.DECAY)
+        norms = []
+        for step in range(3):
+            odd = alone and step == 1
+            if odd and engine.rank == 1:
+                model.weights[1].requires_grad_(True)
+            engine.backward(test_thaw.loss_of(model, MICRO * step + engine.rank))
+            if odd:
+                assert "'weights.1' was thawed on some ranks only" in refusal_of(engine)
+                model.weights[1].requires_grad_(False)
+            norms.append(engine.step().norm)
+        runs.append((norms, parity.values(model)))
+        engine.finish()
+        engine.close()
+    assert runs[0][0] == runs[1][0]
+    test_thaw.assert_same(runs[0][1], runs[1][1])
+
+
 def train_thawing(zero: int, directory: Path) -> None:
     """In the last steps rank 1 thaws what rank 0 does not, and rank 0 has no room."""
     def attached(**config: object) -> tuple[pagoda.Engine, torch.nn.Module]:
@@ -107,6 +134,8 @@ def train_thawing(zero: int, directory: Path) -> None:
     rank = engine.rank
     engine.finish()
     engine.close()
+
+    check_views_on_one_rank(zero)
 
     roomy, _ = attached()
     used = roomy.stats()["tiers"]["host"]["used"]

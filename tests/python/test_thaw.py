@@ -260,7 +260,8 @@ def test_in_the_middle_of_a_backward(plainly: bool) -> None:
     assert_same(expected, trained(paged, model, lambda m, step: None, 5, thawing, plainly))
 
 
-def test_after_a_pass_that_failed() -> None:
+@pytest.mark.parametrize("plainly", [False, True])
+def test_after_a_pass_that_failed(plainly: bool) -> None:
     """Its end was never told: what is thawed next is thawed all the same."""
     class Failing(torch.autograd.Function):
         @staticmethod
@@ -282,10 +283,11 @@ def test_after_a_pass_that_failed() -> None:
     paged = engine(early_updates=False)
     paged.attach(model, lr=parity.LR, weight_decay=parity.DECAY)
     for each in (plain, model):
+        backward = torch.Tensor.backward if plainly or each is plain else paged.backward
         with pytest.raises(KeyError, match="mine"):
-            failing(each).backward()
+            backward(failing(each))
         thaw(each, 1)
-        loss_of(each).backward()
+        backward(loss_of(each))
     optimizer.step()
     paged.step()
     assert_same(parity.values(plain), parity.values(model))

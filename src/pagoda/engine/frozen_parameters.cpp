@@ -214,9 +214,13 @@ void FrozenParameters::withdraw(std::span<const std::size_t> differing) {
     if (parameter.state == State::Joining) {
       parameter.page->parameters[parameter.in_page].frozen = true;
       parameter.state = State::Frozen;
+      parameter.page->joining = false;
     }
     const std::lock_guard lock(mutex_);
     heard_.erase(i);
+  }
+  for (Parameter& parameter : parameters_) {  // others of the same pages
+    if (parameter.state == State::Joining) parameter.page->joining = true;
   }
 }
 

@@ -48,6 +48,7 @@ class FrozenSet {
   }
   bool empty() const;
   void merge(const FrozenSet& other);
+  friend bool operator==(const FrozenSet&, const FrozenSet&) = default;
   std::span<std::uint64_t> words() { return words_; }
 
  private:
@@ -57,7 +58,7 @@ class FrozenSet {
 /// The parameters that were frozen when their model was attached, until they are trained:
 /// docs/notes/thaw.md tells their states. Ranks have the same ones in the same order.
 ///
-/// set_thawed(), thawed() and news() may be called from any thread; admit() by the gradients'
+/// set_thawed() and thawed() may be called from any thread; admit() and news() by the gradients'
 /// thread, or by step() while that one is idle; the rest by step() and attach() only.
 class FrozenParameters {
  public:

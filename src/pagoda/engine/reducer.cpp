@@ -190,7 +190,11 @@ Reducer::Plan Reducer::plan(std::span<TrainedPage* const> order) const {
 
 void Reducer::begin(bool last) {
   const Lock lock(mutex_);
-  if (!rounds_.empty() && !rounds_.back()->over) return;
+  if (!rounds_.empty() && !rounds_.back()->over) {
+    // Of a pass that failed; the ranks may have heard already what was thawed then.
+    if (rounds_.back()->thawed == frozen_.thawed()) return;
+    rounds_.back()->over = true;
+  }
   new_round(lock).last = last;
   changed_.notify_all();
 }
@@ -210,7 +214,10 @@ void Reducer::push(Contribution contribution) {
   const bool open = !rounds_.empty() && !rounds_.back()->over;
   if (open && rounds_.back()->arrived[number]) rounds_.back()->over = true;
   Round& round = !open || rounds_.back()->over ? new_round(lock) : *rounds_.back();
-  if (round.opened && !is_trained(contribution)) return;  // refused: nobody adds it up
+  const auto refused = [&round](const Contribution& one) {  // and nobody adds it up
+    return round.opened && !is_trained(one);
+  };
+  if (refused(contribution)) return;
   Arrival arrival{std::move(contribution), {}};
   bool parked = false;
   const Stopwatch watch;
@@ -231,6 +238,7 @@ void Reducer::push(Contribution contribution) {
     if (error_ != nullptr) std::rethrow_exception(error_);
   }
   stats_.push_stall += watch.elapsed_ns();
+  if (refused(arrival.contribution)) return;  // while it waited
   if (!parked) on_device_ += bytes;
   ++stats_.contributions;
   round.order.push_back(number);

@@ -76,7 +76,9 @@ class Engine {
   /// Makes one tensor a page, before attach() or for good: what build() does with each parameter.
   void adopt(const at::Tensor& parameter, const std::string& name);
 
-  /// Trains all parameters of `model` that require a gradient; the others become pages, too.
+  /// Trains all parameters of `model`: those that require a gradient now, and the others, which are
+  /// pages, too, from the step after they do. On several ranks they are thawed alike. Where they
+  /// cannot be trained, step() throws UserError, and may be called again to go on without them.
   void attach(::torch::nn::Module& model, const Optimizer& optimizer);
   /// The same with groups; parameters in none of them are not trained.
   void attach(::torch::nn::Module& model, std::vector<ParameterGroup> groups);

@@ -214,6 +214,7 @@ class Rank {
         right_(right),
         rank_(world->rank()),
         places_(r.pages.size()),
+        agreed_(r.frozen.size()),
         runtime_(config_of(r, rank_), std::move(world)) {
     const Bytes size = kernels::element_size(r.dtype);
     std::vector<TrainedSpec> trained;
@@ -255,6 +256,7 @@ class Rank {
         runtime_.set_thawed({});
       }
       runtime_.step([](Page&) {});
+      for (std::size_t i = 0; i < agreed_.size(); ++i) agreed_[i] = runtime_.is_trained(i);
     }
     write(r_.steps);
     forward(r_.steps);
@@ -266,7 +268,7 @@ class Rank {
   void thaw(int step, int micro) {
     FrozenSet now;
     for (std::size_t i = 0; i < r_.frozen.size(); ++i) {
-      if (!runtime_.is_trained(i) && r_.thawed(rank_, step, micro, r_.frozen[i])) now.insert(i);
+      if (!agreed_[i] && r_.thawed(rank_, step, micro, r_.frozen[i])) now.insert(i);
     }
     runtime_.set_thawed(now);
   }
@@ -381,6 +383,7 @@ class Rank {
   const int rank_;
   std::vector<pager::PlainBinding> places_;
   std::vector<Page*> pages_;
+  std::vector<bool> agreed_;  // of r_.frozen: trained
   Runtime runtime_;
 };
 
