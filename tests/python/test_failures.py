@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -42,9 +44,9 @@ class Net(torch.nn.Module):
         return x
 
 
-def net() -> Net:
+def net(dtype: torch.dtype = torch.float32) -> Net:
     torch.manual_seed(0)
-    return Net()
+    return Net().to(dtype)
 
 
 def make_engine(**more: Any) -> pagoda.Engine:
@@ -55,7 +57,8 @@ def make_engine(**more: Any) -> pagoda.Engine:
 
 
 def loss_of(model: torch.nn.Module, step: int = 0) -> torch.Tensor:
-    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step)).requires_grad_()
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
+    x = x.to(next(model.parameters()).dtype).requires_grad_()
     return (model(x) - x).square().mean()
 
 
@@ -216,21 +219,21 @@ def a_graph_used_twice(engine: pagoda.Engine, model: Net) -> None:
     torch.autograd.grad(loss, list(model.parameters()))
 
 
-BETWEEN_STEPS: dict[Mistake, tuple[type[BaseException], str]] = {
+BETWEEN_STEPS: dict[Mistake, tuple[type[BaseException], str | None]] = {
     too_large: (RuntimeError, "raise device_budget|device_budget"),
     too_large_and_in_place: (RuntimeError, "device_budget"),
     too_large_beside_a_pin: (RuntimeError, "device_budget"),
     too_much_pinned: (pagoda.UserError, "device_budget"),
-    a_hook_in_forward: (Mine, ""),
+    a_hook_in_forward: (Mine, None),
     a_shape: (RuntimeError, "shapes cannot be multiplied"),
     a_type: (RuntimeError, "dtype"),
     memory: (RuntimeError, "memory"),
     a_raw_pointer: (RuntimeError, "engine.pin"),
     an_operator_without_a_kernel: (RuntimeError, "not implemented"),
-    an_interrupt_in_forward: (KeyboardInterrupt, ""),
-    an_error_while_building: (Mine, ""),
+    an_interrupt_in_forward: (KeyboardInterrupt, None),
+    an_error_while_building: (Mine, None),
     a_layer_too_large_while_building: (RuntimeError, "device_budget"),
-    a_hook_that_packs: (Mine, ""),
+    a_hook_that_packs: (Mine, None),
     a_worker: (RuntimeError, "forked child"),
     a_second_engine: (pagoda.UserError, "belongs to another engine"),
     another_optimizer: (pagoda.UserError, "no optimizer 'adagrad'"),
@@ -240,12 +243,12 @@ BETWEEN_STEPS: dict[Mistake, tuple[type[BaseException], str]] = {
 
 
 def check_goes_on(config: dict[str, Any], folder: Path, mistake: Mistake,
-                  error: tuple[type[BaseException], str], batch: Any = micro_batch,
-                  reentrant: bool = False) -> None:
+                  error: tuple[type[BaseException], str | None], batch: Any = micro_batch,
+                  reentrant: bool = False, dtype: torch.dtype = torch.float32) -> None:
     """Two steps, the mistake, two steps, a saved model and a released one: as without it."""
     runs = []
     for wrong in (True, False):
-        engine, model = make_engine(**config), net()
+        engine, model = make_engine(**config), net(dtype)
         model.reentrant = reentrant
         engine.attach(model, lr=1e-2)
         for step in range(4):
@@ -340,7 +343,7 @@ def a_backward_twice(engine: pagoda.Engine, model: Net) -> None:
 def another_storage(engine: pagoda.Engine, model: Net) -> None:
     weight = model.layers[0].weight
     before = weight.detach().clone()
-    weight.data = torch.zeros(2 * WIDTH, WIDTH)[:WIDTH]  # a part of a larger one
+    weight.data = torch.zeros_like(torch.cat([before, before]))[:WIDTH]  # a part of a larger one
     try:
         engine.backward(loss_of(model))
     finally:
@@ -360,12 +363,12 @@ def another_type(engine: pagoda.Engine, model: Net) -> None:
             parameter.data = value
 
 
-IN_BACKWARD: dict[Mistake, tuple[type[BaseException], str]] = {
-    an_error_in_backward: (Mine, ""),
-    an_error_in_plain_backward: (Mine, ""),
-    a_hook_in_backward: (Mine, ""),
-    an_interrupt_in_backward: (KeyboardInterrupt, ""),
-    a_hook_that_unpacks: (Mine, ""),
+IN_BACKWARD: dict[Mistake, tuple[type[BaseException], str | None]] = {
+    an_error_in_backward: (Mine, None),
+    an_error_in_plain_backward: (Mine, None),
+    a_hook_in_backward: (Mine, None),
+    an_interrupt_in_backward: (KeyboardInterrupt, None),
+    a_hook_that_unpacks: (Mine, None),
     a_backward_twice: (RuntimeError, "second time"),
     another_storage: (RuntimeError, "another size, type or device"),
     another_type: (RuntimeError, "another size, type or device"),
@@ -376,8 +379,9 @@ IN_BACKWARD: dict[Mistake, tuple[type[BaseException], str]] = {
                                                   (plain_micro_batch, True)])
 @pytest.mark.parametrize("mistake", IN_BACKWARD)
 def test_in_backward(mistake: Mistake, batch: Any, reentrant: bool, tmp_path: Path) -> None:
-    check_goes_on({"early_updates": False}, tmp_path, mistake, IN_BACKWARD[mistake], batch,
-                  reentrant)
+    # With few bits it shows where a gradient came in parts.
+    check_goes_on({"early_updates": False, "device_budget": "40KiB", "gradient_dtype": "fp32"},
+                  tmp_path, mistake, IN_BACKWARD[mistake], batch, reentrant, torch.bfloat16)
 
 
 @pytest.mark.parametrize("plain", [False, True])
@@ -457,3 +461,12 @@ def test_release_after_a_backward_without_step(batch: Any, steps: int, reentrant
         values[-1] += [parameter.detach().clone() for parameter in model.parameters()]
         engine.close()
     assert all(map(torch.equal, *values))
+
+
+@pytest.mark.parametrize("zero", [0])
+def test_ranks_release_after_a_backward_without_step(zero: int) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+               str(Path(__file__).with_name("unstepped_rank.py")), str(zero)]
+    result = subprocess.run(command, check=False, text=True, capture_output=True, timeout=200,
+                            env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert result.returncode == 0, result.stdout + result.stderr

@@ -38,7 +38,7 @@ void Engine::Impl::backward(const at::Tensor& loss, std::optional<bool> last) {
   }
   pass_.store(torch::kNoPass);
   ++backwards_;
-  end_of_backward(true);
+  end_of_backward(Learn::Exactly);
   runtime_->end_backward();
 }
 
@@ -133,7 +133,8 @@ int Engine::Impl::plain_pass() {
   if (fresh) {
     torch::at_end_of_pass([this, pass = std::make_shared<OpenPass>(plain_passes_, here)] {
       if (!pass->ends()) return;
-      end_of_backward(true);
+      // A checkpoint's own pass is seen, the one around it only if a hook fires there.
+      end_of_backward(Learn::AtLeast);
       runtime_->end_backward();
     });
   }
@@ -203,8 +204,8 @@ bool Engine::Impl::forget_failed_passes() {
 }
 
 /// What was held back in this pass goes on its way; how often each hook fires is known now.
-void Engine::Impl::end_of_backward(bool ended) {
-  if (!ended && forget_failed_passes()) backward_failed();
+void Engine::Impl::end_of_backward(Learn learn) {
+  if (learn == Learn::Nothing && forget_failed_passes()) backward_failed();
   const std::lock_guard lock(gradient_mutex_);
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     Parameter& parameter = parameters_[i];
@@ -215,7 +216,8 @@ void Engine::Impl::end_of_backward(bool ended) {
     }
     parameter.left = false;
     const std::size_t fired = std::exchange(parameter.fired, 0);
-    if (ended && fired > 0) parameter.fires = fired;
+    if (learn == Learn::AtLeast) parameter.fires = std::max(parameter.fires, fired);
+    if (learn == Learn::Exactly && fired > 0) parameter.fires = fired;
   }
   auto partial = std::move(partial_);
   partial_.clear();
@@ -228,7 +230,7 @@ void Engine::Impl::end_of_backward(bool ended) {
 at::Tensor Engine::Impl::grad(const at::Tensor& tensor) {
   torch::PageStorage* storage = find(tensor);
   PAGODA_REQUIRE(storage != nullptr, "the tensor is no parameter of this engine");
-  end_of_backward(false);
+  end_of_backward(Learn::Nothing);
   std::vector<float> flat(storage->page()->elements);
   runtime_->read_gradient(*storage->page(), flat);
   const at::Tensor all = at::empty({static_cast<std::int64_t>(flat.size())}, at::kFloat);

@@ -14,6 +14,7 @@
 #include "pagoda/base/error.h"
 #include "pagoda/base/log.h"
 #include "pagoda/engine/backend.h"
+#include "pagoda/io/io_error.h"
 #include "pagoda/torch/cuda_library.h"
 #include "pagoda/torch/cuda_memory.h"
 #include "pagoda/torch/element_type.h"
@@ -167,7 +168,7 @@ torch::PageStorage& Engine::Impl::adopt(const at::Tensor& tensor, const std::str
           std::move(known_as), bytes / size, size,
           engine::pager_placement(runtime_->config().parameters), data,
           from_host ? device::Direction::HostToHost : device::Direction::DeviceToHost);
-    } catch (const EngineError&) {  // a disk failed: later calls shall say so too
+    } catch (const io::IoError&) {  // it has other pages, too: later calls shall say so
       runtime_->fail(std::current_exception());
       throw;
     }
@@ -403,7 +404,7 @@ void Engine::Impl::check_hooks() {
 
 StepReport Engine::Impl::step(bool joining) {
   runtime_->check();
-  end_of_backward(false);
+  end_of_backward(Learn::Nothing);
   check_hooks();
   backwards_ = 0;
   const auto bumped = [this](pager::Page& page) { bump(page); };
@@ -436,14 +437,12 @@ std::shared_ptr<void> Engine::Impl::pin(const at::Tensor& tensor) {
 
 void Engine::Impl::release(const std::vector<at::Tensor>& model) {
   runtime_->check();
-  end_of_backward(false);
+  end_of_backward(Learn::Nothing);
   runtime_->await_gradients();  // of a backward without its step: they go with the states
   runtime_->finish();
   for (const at::Tensor& tensor : model) {
     torch::PageStorage* storage = find(tensor);
     if (storage == nullptr) continue;
-    torch::ParameterTable::instance().erase(tensor.unsafeGetTensorImpl());
-    torch::remove_gradient_hook(tensor);
     pager::Page& page = *storage->page();
     at::Tensor plain = at::empty({static_cast<std::int64_t>(page.elements)},
                                  tensor.options().requires_grad(false));
@@ -468,6 +467,12 @@ void Engine::Impl::release(const std::vector<at::Tensor>& model) {
     if (storage == nullptr) continue;
     runtime_->pager().drop(*storage->page());
     storages_.erase(storage->key());
+  }
+  for (const Parameter& parameter : parameters_) {  // also of those that have other storages now
+    torch::ParameterTable::instance().erase(parameter.key);
+    if (auto alive = parameter.tensor.lock()) {
+      torch::remove_gradient_hook(at::Tensor(std::move(alive)));
+    }
   }
   parameters_.clear();
   of_page_.clear();

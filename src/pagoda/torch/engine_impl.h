@@ -97,8 +97,13 @@ class Engine::Impl final : public torch::ObserverClient {
   void take_gradient(std::size_t index, const at::Tensor& tensor);
   void push(optim::TrainedPage& page, at::Tensor flat, std::vector<bool> present);
   int plain_pass();
-  /// `ended`: the pass went to its end; otherwise it failed, or there is none.
-  void end_of_backward(bool ended);
+  /// What a pass that is over says about how often hooks fire.
+  enum class Learn : std::uint8_t {
+    Nothing,  ///< it failed, or there is none
+    AtLeast,  ///< it may have been one inside another
+    Exactly,
+  };
+  void end_of_backward(Learn learn);
   void backward_failed();
   bool forget_failed_passes();
   void drop_gradients();
