@@ -13,6 +13,7 @@ import torch
 from torch.nn.utils import clip_grad
 
 from pagoda.errors import UserError
+from pagoda.vectors import copy_to_attached
 
 _attached: weakref.WeakSet[object] = weakref.WeakSet()
 _guarded = False
@@ -31,6 +32,7 @@ class Attachment:
         self.norm: Callable[[], float] | None = None
         _attached.add(self)
         _guard()
+        copy_to_attached(lambda tensors: _attachment_of(tensors) is not None)
 
 
 def _attachment_of(tensors: list[torch.Tensor]) -> Attachment | None:

@@ -19,6 +19,7 @@
 #include "pagoda/torch/cuda_memory.h"
 #include "pagoda/torch/element_type.h"
 #include "pagoda/torch/gradient_hook.h"
+#include "pagoda/torch/list_operators.h"
 #include "pagoda/torch/storage_table.h"
 
 namespace pagoda {
@@ -36,6 +37,7 @@ Engine::Impl::Impl(const Config& config, std::shared_ptr<comm::World> world)
     : runtime_(std::make_unique<engine::Runtime>(config, std::move(world))) {
   if (runtime_->device().kind() == device::DeviceKind::Cuda) torch::load_cuda();
   if (const auto limit = runtime_->config().device_limit) limit_device(*limit);
+  torch::list_operators::install(device().type());
   torch::observer::install();
 }
 
