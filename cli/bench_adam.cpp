@@ -153,8 +153,9 @@ std::vector<Variant> variants(const Arrays& a, std::size_t count, Isa isa) {
   shard.grad = small_grad;
   add("adamw bf16 grad → bf16", shard, adamw);
   OptimizerShard moving = shard;
-  moving.to = {Arrays::at<float>(a.spare[0]), nullptr, Arrays::at<float>(a.spare[1]),
-               Arrays::at<float>(a.spare[2])};
+  moving.to.master = Arrays::at<float>(a.spare[0]);
+  moving.to.momentum = Arrays::at<float>(a.spare[1]);
+  moving.to.variance = Arrays::at<float>(a.spare[2]);
   add("adamw bf16 grad → bf16, states written elsewhere", moving, adamw);
   shard.grad = Arrays::at<Fp16>(a.half_grad);
   shard.param = Elements(kernels::Dtype::F16, param);
@@ -168,8 +169,9 @@ std::vector<Variant> variants(const Arrays& a, std::size_t count, Isa isa) {
   shard.rest = Arrays::at<std::int16_t>(a.rest);
   add("adamw bf16 grad, split master, bf16 moments", shard, adamw);
   moving = shard;
-  moving.to = {nullptr, Arrays::at<std::int16_t>(a.spare[0]), Arrays::at<Bf16>(a.spare[1]),
-               Arrays::at<Bf16>(a.spare[2])};
+  moving.to.rest = Arrays::at<std::int16_t>(a.spare[0]);
+  moving.to.momentum = Arrays::at<Bf16>(a.spare[1]);
+  moving.to.variance = Arrays::at<Bf16>(a.spare[2]);
   add("adamw bf16 grad, split master, bf16 moments, states written elsewhere", moving, adamw);
   shard.momentum = Arrays::at<float>(a.momentum);
   shard.variance = Arrays::at<float>(a.variance);

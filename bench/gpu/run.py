@@ -205,11 +205,11 @@ def parity(read: dict[str, dict[str, Any]]) -> list[str]:
 def clipping(name: str, row: dict[str, Any], limit: float) -> str:
     """Whether it was, and what became of updates that did not wait for the norm."""
     norms, updates = row["norms"], row["updates"]
-    kept = row["holders"]["host"].get("undo", 0.0)
+    kept = row["holders"]["host"].get("early updates", 0.0)
     return (f"{name}: norms {min(norms):.3f} to {max(norms):.3f}, "
             f"{sum(norm >= limit for norm in norms)} of {len(norms)} steps clipped; of "
             f"{updates['pages']:.0f} updates a step {updates['early']:.0f} begun during backward, "
-            f"{updates['undone']:.1f} undone; {kept:.1f} GiB of the host to undo them")
+            f"{updates['rolled_back']:.1f} rolled back; {kept:.1f} GiB of the host for that")
 
 
 def fine_tuned(name: str, row: dict[str, Any]) -> str:

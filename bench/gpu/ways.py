@@ -122,7 +122,7 @@ def _paging(snapshots: list[Any]) -> dict[str, Any]:
         "moved": {key: _difference(last, first, "moved", key) / count
                   for key in ("nvme_to_host", "host_to_nvme", "host_to_device", "device_to_host")},
         "updates": {key: _difference(last, first, "updates", key) / count
-                    for key in ("pages", "early", "undone")},
+                    for key in ("pages", "early", "rolled_back")},
         "pages_peak": tiers["device"]["peak"] / 2**30,
         "host_states": tiers["host"]["peak"] / 2**30,
         "holders": {name: {tag: holder["peak"] / 2**30 for tag, holder in tier["holders"].items()}

@@ -9,7 +9,9 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.parameter import is_lazy
 
+from pagoda.errors import translated
 from pagoda.library import Handle
 
 Adopt = Callable[[torch.Tensor, str], None]
@@ -38,7 +40,7 @@ def birth_scope(handle: Handle, adopt: Adopt, device: torch.device) -> Iterator[
     def registered(module: torch.nn.Module, name: str,
                    parameter: torch.nn.Parameter | None) -> None:
         # Scopes nest: the innermost engine takes it. What has no bytes yet comes again when it has.
-        if parameter is None or parameter.is_meta or _scopes[-1] is not adopt:
+        if parameter is None or _scopes[-1] is not adopt or is_lazy(parameter) or parameter.is_meta:
             return
         adopt(parameter, f"{type(module).__name__}.{name}")
 
@@ -47,7 +49,8 @@ def birth_scope(handle: Handle, adopt: Adopt, device: torch.device) -> Iterator[
         stack.enter_context(_environment("HF_DEACTIVATE_ASYNC_LOAD", "1"))
         if device.type == "cuda":
             stack.enter_context(device)
-        handle.begin_build()
+        with translated():
+            handle.begin_build()
         stack.callback(handle.end_build)
         hook = register_module_parameter_registration_hook(registered)
         _scopes.append(adopt)

@@ -4,23 +4,28 @@
 from __future__ import annotations
 
 import json
+import threading
+import types
 import weakref
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import distributed
+from torch.nn.parameter import is_lazy
 
-from pagoda.activations import kept_off_the_device
+from pagoda.activations import ActivationHooks
+from pagoda.attachment import Attachment
 from pagoda.birth import birth_scope
-from pagoda.clipping import Attachment
-from pagoda.errors import UserError, translated
+from pagoda.endings import is_failure, text_of, watch
+from pagoda.errors import EngineError, UserError, translated
 from pagoda.export import save
 from pagoda.library import Handle, make_engine
-from pagoda.optimizer import KINDS, Optimizer, constants_of, group_defaults
+from pagoda.optimizer import KINDS, Optimizer, constants_of, group_defaults, number
 from pagoda.pin import Pin
 from pagoda.stats import Stats
 
@@ -33,7 +38,7 @@ class StepReport(NamedTuple):
     skipped: bool
     """Gradients were not finite: only the loss scale changed."""
     norm: float | None
-    """Of all gradients before clipping, where something needed it."""
+    """Of all gradients before clipping; None where nothing needed it."""
     loss_scale: float
     """Of the next step."""
 
@@ -47,10 +52,56 @@ def _plain(value: object) -> object:
     return value
 
 
-def _check_modules(model: torch.nn.Module) -> None:
+def _as_json(config: dict[str, Any]) -> str:
+    texts = []
+    for key, value in config.items():
+        try:
+            texts.append(f"{json.dumps(key)}: {json.dumps(_plain(value), allow_nan=False)}")
+        except (TypeError, ValueError):
+            raise UserError(f"{key} = {value!r} is not allowed: pagoda.config_keys() says what it "
+                            "takes") from None
+    return f"{{{', '.join(texts)}}}"
+
+
+def _boxed(name: str, group: object) -> Any:
+    """A process group as TorchBind takes it."""
+    if group is None:
+        return None
+    if not isinstance(group, distributed.ProcessGroup):
+        raise UserError(f"{name} = {group!r}: it takes a process group, as "
+                        "torch.distributed.new_group() returns it on its ranks")
+    return group.boxed()
+
+
+def _module(model: object) -> torch.nn.Module:
+    if not isinstance(model, torch.nn.Module):
+        raise UserError(f"the model is a torch.nn.Module, and not {_a(model)}")
+    return model
+
+
+def _tensor(what: object) -> torch.Tensor:
+    if not isinstance(what, torch.Tensor):
+        raise UserError(f"a parameter is a tensor, and not {_a(what)}")
+    return what
+
+
+def _a(what: object) -> str:
+    """Of a wrong argument, what it is."""
+    return "None" if what is None else f"a {type(what).__name__}"
+
+
+def _check_model(model: torch.nn.Module) -> None:
+    """What cannot be paged or trained, as far as Python knows more of it than the library."""
     for name, module in model.named_modules():
         if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse:
             raise UserError(f"module '{name}' gives sparse gradients: build it with sparse=False")
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise UserError(f"parameter '{name}' is not initialised yet: run one forward pass of the "
+                            "model, so that its lazy modules know their shapes, before attach()")
+        if type(parameter).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            raise UserError(f"parameter '{name}' is a {type(parameter).__name__}, of which only its "
+                            "class knows where the bytes are: attach a model of plain tensors")
 
 
 class Engine:
@@ -64,11 +115,13 @@ class Engine:
     has not been initialized, of torchrun's environment. The engine makes groups of its own beside
     them, over Gloo; gradients go over `gradient_group` where one is given, which has the same ranks
     and belongs to the engine alone: `torch.distributed.new_group(backend="nccl")`. With several
-    ranks attach(), step(), join(), grad(), grad_norm(), release() and save_pretrained() are
-    collectives.
+    ranks attach(), step(), join(), zero_grad(), grad(), grad_norm(), release() and
+    save_pretrained() are collectives: every rank calls them in the same order, and ranks that are
+    in different calls get an error that names both sides.
 
     An engine ends with close(), with its `with` block, or when it is dropped. Parameters that were
-    not released by then throw when they are used.
+    not released by then throw when they are used. A rank that ends with an exception tells the
+    others, which raise it.
 
     >>> import torch, pagoda
     >>> with pagoda.Engine(device="cpu", device_budget="1MiB") as engine:
@@ -83,20 +136,21 @@ class Engine:
                  gradient_group: distributed.ProcessGroup | None = None, **config: Any) -> None:
         if group is None and distributed.is_available() and distributed.is_initialized():
             group = distributed.group.WORLD
-        text = json.dumps({key: _plain(value) for key, value in config.items()})
+        text = _as_json(config)
+        boxed = _boxed("group", group), _boxed("gradient_group", gradient_group)
         if gradient_group is not None and group is None:
             raise UserError("gradient_group needs torch.distributed to be initialized, or group=")
-        self._handle: Handle = make_engine(
-            text, None if group is None else group.boxed(),
-            None if gradient_group is None else gradient_group.boxed(), group is None)
+        self._handle: Handle = make_engine(text, *boxed, group is None)
         # Not a destructor: it may not run while Python's lock is held.
         self._end = weakref.finalize(self, self._handle.close)
+        self._told = watch(self._handle)  # after finalize: at exit what is told comes first
         self._model: torch.nn.Module | None = None
         self._optimizer: Optimizer | None = None
         self._attachment: Attachment | None = None
         self._on_release: list[Callable[[], Any]] = []
         with translated():
             self._device = torch.device(self._handle.device())
+        self._clip = float(self.config["clip"])  # where attach() says nothing of it
 
     def close(self) -> None:
         """Ends the engine: its threads, files and memory go."""
@@ -108,7 +162,12 @@ class Engine:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
+        if error is not None and is_failure(error):
+            self._told.fail(error)  # or the others would wait for this rank
         self.close()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UserError("an engine cannot be copied or pickled: it belongs to this process")
 
     # What there is.
 
@@ -186,34 +245,61 @@ class Engine:
         "optimizer" included; parameters in none of them are not trained. `clip` is the largest norm
         of all gradients together.
         """
-        _check_modules(model)
+        with translated():
+            self._handle.config()  # it has not been closed
+        if self._model is not None:
+            raise UserError("a model is attached already: release() it first")
+        _check_model(_module(model))
         said = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
                 "momentum": momentum, "dampening": dampening, "nesterov": nesterov}
         named = dict(model.named_parameters())
+        buffers = dict(model.named_buffers())
         if groups is None:
             groups = [{"params": [p for p in named.values() if p.requires_grad]}]
-        resolved = [self._resolve(group, optimizer, said) for group in groups]
+        resolved = self._groups(groups, optimizer, said)
         number_of = {id(parameter): number for number, group in enumerate(resolved)
                      for parameter in group["params"]}
         known = {id(parameter) for parameter in named.values()}
         if any(key not in known for key in number_of):
             raise UserError("a group holds a tensor that is no parameter of the model")
+        if len(number_of) != sum(len(group["params"]) for group in resolved):
+            raise UserError("a parameter is in two groups, or twice in one")
         facade = Optimizer(self._handle, resolved, self._take_step, self.zero_grad)
+        largest = self._clip if clip is None else number("clip", clip)
         with translated():
-            if clip is not None:
-                self._handle.set_clip(float(clip))
-            self._handle.attach(
-                list(named), list(named.values()),
-                [number_of.get(id(parameter), -1) for parameter in named.values()],
-                [group["optimizer"] for group in facade.param_groups],
-                [constants_of(group) for group in facade.param_groups])
+            self._handle.set_clip(largest)
+            try:
+                self._handle.attach(
+                    list(named), list(named.values()),
+                    [number_of.get(id(parameter), -1) for parameter in named.values()],
+                    [group["optimizer"] for group in facade.param_groups],
+                    [constants_of(group) for group in facade.param_groups],
+                    list(buffers), list(buffers.values()))
+            except RuntimeError as error:
+                with suppress(RuntimeError):  # the engine has failed
+                    self._handle.set_clip(self._clip)
+                raise error
         self._model = model
         self._optimizer = facade
-        self._attachment = Attachment(p for group in resolved for p in group["params"])
+        self._attachment = Attachment(self, (p for group in resolved for p in group["params"]),
+                                      largest)
         return facade
+
+    def _groups(self, groups: Iterable[dict[str, Any]], optimizer: str,
+                said: dict[str, Any]) -> list[dict[str, Any]]:
+        listed = [groups] if isinstance(groups, dict) else groups
+        if isinstance(listed, (str, torch.Tensor)) or not isinstance(listed, Iterable):
+            raise UserError(f"groups are dicts with 'params', as torch.optim takes them, and not "
+                            f"{_a(groups)}")
+        resolved = [self._resolve(group, optimizer, said) for group in listed]
+        if not resolved:
+            raise UserError("there is nothing to train: groups is empty")
+        return resolved
 
     @staticmethod
     def _resolve(group: dict[str, Any], optimizer: str, said: dict[str, Any]) -> dict[str, Any]:
+        if not isinstance(group, dict):
+            raise UserError(f"a group is a dict with 'params', and not {_a(group)}")
         kind = group.get("optimizer", optimizer)
         if kind not in KINDS:
             raise UserError(f"there is no optimizer '{kind}': it is {', '.join(KINDS)}")
@@ -228,7 +314,12 @@ class Engine:
             if name in defaults or name in ("params", "name"):
                 out[name] = value
         params = out.get("params", [])
-        out["params"] = [params] if isinstance(params, torch.Tensor) else list(params)
+        if not isinstance(params, Iterable):
+            raise UserError(f"the params of a group are tensors, and not {_a(params)}")
+        listed = [params] if isinstance(params, torch.Tensor) else list(params)
+        # torch.optim takes named_parameters(), too.
+        out["params"] = [_tensor(item[1] if isinstance(item, tuple) and len(item) == 2 else item)
+                         for item in listed]
         if not out["params"]:
             raise UserError("there is nothing to train: no parameter requires a gradient, or a "
                             "group has none")
@@ -236,11 +327,16 @@ class Engine:
 
     def release(self, model: torch.nn.Module | None = None) -> None:
         """Parameters become plain tensors again, up to date, if they fit into memory."""
-        model = self._model if model is None else model
+        model = self._model if model is None else _module(model)
         if model is None:
             raise UserError("no model is attached")
+        tensors: list[torch.Tensor] = list(model.parameters())
+        if model is self._model and self._attachment is not None:
+            tensors += self._attachment.kept  # also what the model has replaced since
         with translated():
-            self._handle.release(list(model.parameters()))
+            self._handle.release(list({id(tensor): tensor for tensor in tensors}.values()))
+        if self._optimizer is not None:
+            self._optimizer.retire()
         self._model, self._optimizer, self._attachment = None, None, None
         while self._on_release:
             self._on_release.pop()()
@@ -249,17 +345,39 @@ class Engine:
                         max_shard_bytes: int = 5_000_000_000) -> None:
         """Writes the model (the attached one) as a Hugging Face directory: safetensors files and
         its configuration; of a peft model, its adapters. One page is in memory at a time, and files
-        of before are replaced when all new ones are there. Rank 0 writes.
+        of before are replaced when all new ones are there. Rank 0 writes; if it cannot, all ranks
+        raise, and may go on.
         """
-        model = self._model if model is None else model
+        model = self._model if model is None else _module(model)
         if model is None:
             raise UserError("no model is attached: name the one to save")
-        if self.rank == 0:
-            self._save(directory, model, max_shard_bytes)
-        else:
-            self.finish()
+        if not isinstance(directory, (str, PathLike)):
+            raise UserError(f"the directory is a path, and not {_a(directory)}")
+        if isinstance(max_shard_bytes, bool) or not isinstance(max_shard_bytes, int) or (
+                max_shard_bytes < 1):
+            raise UserError(f"max_shard_bytes = {max_shard_bytes!r} is not allowed: it takes a whole "
+                            "number of bytes, at least 1")
+        with self._together("save_pretrained"):
+            if self.rank == 0:
+                self._save(directory, model, max_shard_bytes)
+            else:
+                self.finish()
+
+    @contextmanager
+    def _together(self, call: str) -> Iterator[None]:
+        """Around a collective call: all ranks are in it, and what one of them raises, all do."""
         with translated():
-            self._handle.barrier()
+            self._handle.begin_call(call)
+        try:
+            yield
+        except EngineError:
+            raise  # the others hear it from the engine
+        except BaseException as error:
+            with translated():
+                self._handle.end_call(f"{call}(): {text_of(error)}")
+            raise
+        with translated():
+            self._handle.end_call("")
 
     def _save(self, directory: str | Path, model: torch.nn.Module,
               max_shard_bytes: int = 5_000_000_000) -> None:
@@ -272,8 +390,19 @@ class Engine:
     def backward(self, loss: torch.Tensor, last: bool | None = None) -> None:
         """One micro-batch. `last`: no other comes before step(), so that updates may begin; by
         default the `accumulation`-th since the last step is."""
-        if self._optimizer is not None:
-            self._optimizer.send()
+        self._told.thread = threading.get_ident()
+        self.optimizer.send()
+        if not isinstance(loss, torch.Tensor):
+            raise UserError(f"backward() takes the loss, a tensor, and not {_a(loss)}")
+        if loss.numel() != 1:
+            raise UserError(f"the loss has the shape {list(loss.shape)}: backward() takes one number, "
+                            "as mean() or sum() gives it")
+        if not loss.requires_grad:
+            raise UserError("no gradient can come from this loss: it depends on no parameter that "
+                            "requires one, or was computed without autograd (torch.no_grad, detach, "
+                            "inference mode)")
+        if last is not None and not isinstance(last, bool):
+            raise UserError(f"backward(last={last!r}): it takes True, False or None")
         with translated():
             self._handle.backward(loss, last)
 
@@ -288,10 +417,11 @@ class Engine:
         self.optimizer.send()
         with translated():
             step, skipped, norm, loss_scale = self._handle.step()
-        return StepReport(step, skipped, norm if norm >= 0 else None, loss_scale)
+        return StepReport(step, skipped, None if norm < 0 else norm, loss_scale)
 
     def join(self) -> None:
         """This rank has no more data: takes part in the others' steps until all have joined."""
+        self._require_attached()
         with translated():
             self._handle.join()
 
@@ -303,7 +433,8 @@ class Engine:
     # Gradients.
 
     def grad(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The gradient accumulated so far, as fp32 on the host.
+        """The gradient accumulated so far, as fp32 on the host and without the loss scale; zeros where
+        none has come.
 
         >>> import torch, pagoda
         >>> engine = pagoda.Engine(device="cpu", device_budget="1MiB", clip=1.0)
@@ -315,11 +446,13 @@ class Engine:
         >>> model.weight.grad is None
         True
         """
+        self._require_attached()
         with translated():
-            return self._handle.grad(parameter)
+            return self._handle.grad(_tensor(parameter))
 
     def grad_norm(self) -> float:
         """The norm of all gradients accumulated so far."""
+        self._require_attached()
         with translated():
             return self._handle.grad_norm()
 
@@ -327,20 +460,25 @@ class Engine:
         """For frameworks that clip and save by themselves, until release(): clip_grad_norm_ tells
         them the norm, and the engine's own `clip` is what clips; the model's save_pretrained is
         the engine's, on the ranks that call it."""
-        model, handle = self._model, self._handle
+        model = self._model
         if model is None or self._attachment is None:
             raise UserError("no model is attached: call attach() first")
-        self._attachment.norm = handle.grad_norm
+        self._attachment.serves = True
 
-        me = weakref.ref(self)  # the model must not keep the engine
+        me, attached = weakref.ref(self), weakref.ref(model)  # the model must not keep the engine
 
-        def save_pretrained(save_directory: str | Path, *_: Any, **__: Any) -> None:
+        def save_pretrained(self: torch.nn.Module, save_directory: str | Path, *args: Any,
+                            **kwargs: Any) -> None:
+            if self is not attached():  # a copy of the model
+                type(self).save_pretrained(self, save_directory, *args, **kwargs)  # type: ignore
+                return
             engine = me()
             if engine is None:
                 raise UserError("the model's engine is gone, and its parameters with it")
-            engine._save(save_directory, model)
+            engine._save(save_directory, self)
 
-        vars(model)["save_pretrained"] = save_pretrained
+        # A method, so that a copy of the model has one of the copy.
+        vars(model)["save_pretrained"] = types.MethodType(save_pretrained, model)
         self.on_release(lambda: vars(model).pop("save_pretrained", None))
 
     def on_release(self, call: Callable[[], Any]) -> None:
@@ -348,18 +486,31 @@ class Engine:
         self._on_release.append(call)
 
     def zero_grad(self) -> None:
-        """Drops the gradients accumulated since the last step."""
+        """Drops the gradients accumulated since the last step, and what p.grad has been set to."""
+        self._require_attached()
         with translated():
             self._handle.zero_grad()
+
+    def has_gradients(self) -> bool:
+        """Whether gradients have come on this rank since the last step."""
+        with translated():
+            return self._handle.has_gradients()
+
+    def _require_attached(self) -> None:
+        with translated():
+            self._handle.rank()  # it has not been closed
+        _ = self.optimizer
 
     # Activations.
 
     def activations(self, place: str = "host", *, least: int | str = "16KiB",
                     in_flight: int | str = "64MiB") -> AbstractContextManager[Any]:
         """Around a forward: what autograd saves for backward goes to "host" or "nvme" in the
-        background, within the engine's budgets, and is back before backward needs it, bit for bit.
-        Storages below `least` stay; `in_flight` bounds the bytes that wait to leave, and those that
-        are back early. What fits into no budget stays where it is; pages are never copied.
+        background, within the engine's budgets, and is back before backward needs it. Gradients and
+        errors are those of plain autograd, bit for bit. A storage leaves when nothing else refers
+        to it. Those below `least` stay; `in_flight` bounds the bytes that wait to leave, and those
+        that are back early. What is no plain strided tensor, or fits into no budget, stays where it
+        is; pages are never copied.
 
         >>> import torch, pagoda
         >>> engine = pagoda.Engine(device="cpu", device_budget="1MiB")
@@ -372,19 +523,23 @@ class Engine:
         >>> bool((x.grad == 2 * (x.detach() * 2).exp()).all())
         True
         """
-        buffers = [] if self._model is None else list(self._model.buffers())  # there anyway
         with translated():
-            handle = self._handle.activations(place, str(least), str(in_flight), buffers)
-        return kept_off_the_device(handle)
+            handle = self._handle.activations(str(place), str(least), str(in_flight))
+        return ActivationHooks(handle)
 
     # Raw pointers.
 
-    def pin(self, what: torch.nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> Pin:
-        """Keeps parameters on the device for code that reads raw pointers: numpy(), a compiled
-        region, a kernel of one's own. They must fit into the device's budget together."""
+    def pin(self, what: torch.nn.Module | torch.Tensor | Iterable[torch.Tensor], *,
+            write: bool = False) -> Pin:
+        """Keeps parameters on the device for code that uses raw pointers: numpy(), a compiled
+        region, a kernel of one's own. They must fit into the device's budget together. What a
+        step() changes is there when it returns. Writes through numpy are found; a kernel that
+        writes to a parameter on a GPU needs `write=True`."""
         if isinstance(what, torch.nn.Module):
             tensors: list[torch.Tensor] = list(what.parameters())
+        elif isinstance(what, torch.Tensor) or not isinstance(what, Iterable):
+            tensors = [_tensor(what)]
         else:
-            tensors = [what] if isinstance(what, torch.Tensor) else list(what)
+            tensors = [_tensor(item) for item in what]
         with translated():
-            return Pin(self._handle.pin(tensors))
+            return Pin(self._handle.pin(tensors, write))

@@ -97,6 +97,8 @@ def _shards(state: dict[str, torch.Tensor], convert: Convert,
     shard: list[Entry] = []
     filled = 0
     for source, tensor in state.items():
+        if tensor.is_meta:
+            raise UserError(f"'{source}' is on the meta device and has no values to save")
         entries = []
         for name, part in convert(source, _on_meta(tensor)).items():
             if part.dtype not in _DTYPES:

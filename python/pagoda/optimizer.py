@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, overload
+import functools
+import inspect
+import operator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 import torch
 
@@ -17,10 +21,23 @@ if TYPE_CHECKING:
 
 KINDS = ("adamw", "adam", "sgd", "lion")
 
+# Without its wrapper, which imports torch._dynamo to keep a compiler away from it: a second and
+# 110 MiB at the first attach() of a process that compiles nothing.
+_add_param_group: Callable[..., None] = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+
+_NO_CHECKPOINTS = ("moments and fp32 masters are in the engine's pages, and there are no checkpoints of "
+                   "them yet: engine.save_pretrained(directory) saves the weights, and a training "
+                   "that starts from them starts with new moments")
+
+
+@functools.cache
+def _constants(kind: str) -> dict[str, float]:
+    return optimizer_constants(kind)
+
 
 def group_defaults(kind: str) -> dict[str, Any]:
     """What a group of `kind` is trained with when nothing is said, as torch writes it."""
-    constants: dict[str, Any] = dict(optimizer_constants(kind))
+    constants: dict[str, Any] = dict(_constants(kind))
     if "beta1" in constants:
         constants["betas"] = (constants.pop("beta1"), constants.pop("beta2"))
     if "nesterov" in constants:
@@ -28,22 +45,57 @@ def group_defaults(kind: str) -> dict[str, Any]:
     return constants
 
 
+def number(name: str, value: Any) -> float:
+    """A constant that somebody has set to `value`."""
+    try:
+        if isinstance(value, (str, bytes)):
+            raise TypeError
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise UserError(f"{name} = {value!r} is not allowed: it takes a number") from None
+
+
 def constants_of(group: dict[str, Any]) -> dict[str, float]:
     """A group's constants, as the library takes them."""
+    kind = group.get("optimizer")
+    if kind not in KINDS:
+        raise UserError(f"there is no optimizer '{kind}': it is {', '.join(KINDS)}")
     out: dict[str, float] = {}
-    for name in group_defaults(group["optimizer"]):
-        if name == "betas":
-            out["beta1"], out["beta2"] = (float(beta) for beta in group["betas"])
-        else:
-            out[name] = float(group[name])
+    for name in group_defaults(kind):
+        if name not in group:
+            raise UserError(f"a group of optimizer '{kind}' has lost its '{name}'")
+        value = group[name]
+        if name != "betas":
+            out[name] = number(name, value)
+            continue
+        try:
+            first, second = value
+        except (TypeError, ValueError):
+            raise UserError(f"betas = {value!r} is not allowed: it takes two numbers") from None
+        out["beta1"], out["beta2"] = number("beta1", first), number("beta2", second)
     return out
+
+
+class _EngineState(defaultdict[torch.Tensor, Any]):
+    """`Optimizer.state`, which is the engine's: nothing is in it, and nothing can be put there."""
+
+    def __bool__(self) -> bool:
+        """There is one: torch.distributed.checkpoint makes a step to have one where there is none."""
+        return True
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise UserError(f"optimizer.state cannot be read or changed: {_NO_CHECKPOINTS}")
+
+    __missing__ = __setitem__ = __delitem__ = _refuse
+    clear = pop = popitem = setdefault = update = _refuse
 
 
 class Optimizer(torch.optim.Optimizer):
     """Steps the engine; made by `Engine.attach`.
 
     `param_groups` may be written to, by hand or by `torch.optim.lr_scheduler`: what they say when
-    `backward` begins is what the step uses. The state itself is paged and is not shown.
+    `backward` begins is what the step uses. The state itself is paged and is not shown: from the
+    first step on, state_dict() and load_state_dict() are errors.
 
     >>> import torch, pagoda
     >>> engine = pagoda.Engine(device="cpu", device_budget="1MiB")
@@ -57,27 +109,64 @@ class Optimizer(torch.optim.Optimizer):
     0.05
     """
 
+    # A GradScaler leaves the gradients to such an optimizer, which then can say what it thinks of it.
+    _step_supports_amp_scaling = True
+
     def __init__(self, handle: Handle, groups: list[dict[str, Any]],
                  take_step: Callable[[], StepReport], zero_grad: Callable[[], None]) -> None:
+        self._fixed = False
         super().__init__(groups, group_defaults(groups[0]["optimizer"]))
+        self.state = _EngineState()
         self._handle = handle
         self._take_step = take_step
         self._zero_grad = zero_grad
+        self._kinds = [group["optimizer"] for group in self.param_groups]
+        self._params = [list(group["params"]) for group in self.param_groups]
         self._sent = [constants_of(group) for group in self.param_groups]
+        self._released = False
+        with translated():
+            self._steps_before = handle.stats()["steps"]
+        self._fixed = True
         self.report: StepReport | None = None
+
+    def retire(self) -> None:
+        """The model has been released: nothing here reaches the engine any more."""
+        self._released = True
+
+    def _require_attached(self) -> None:
+        if self._released:
+            raise UserError("the model of this optimizer was released: attach() returns a new one")
+
+    def _check_groups(self) -> list[dict[str, float]]:
+        """The constants of each group; an error if something else has changed."""
+        self._require_attached()
+        same = len(self.param_groups) == len(self._params) and all(
+            len(group["params"]) == len(known) and all(map(operator.is_, group["params"], known))
+            for group, known in zip(self.param_groups, self._params, strict=True))
+        if not same:
+            raise UserError("groups and their parameters cannot change after attach(): release() the "
+                            "model and attach() it again with the groups it shall have")
+        for group, kind in zip(self.param_groups, self._kinds, strict=True):
+            if group.get("optimizer") != kind:
+                raise UserError(f"the optimizer of a group is '{kind}' and cannot change after "
+                                "attach(): release() the model and attach() it again")
+        return [constants_of(group) for group in self.param_groups]
 
     def send(self) -> None:
         """Tells the engine what has changed in `param_groups`."""
-        if len(self.param_groups) != len(self._sent):
-            raise UserError("groups cannot be added after attach(): release() the model and "
-                            "attach() it again")
-        for number, group in enumerate(self.param_groups):
-            now = constants_of(group)
+        for number, now in enumerate(self._check_groups()):
             if now == self._sent[number]:
                 continue
             with translated():
-                self._handle.set_optimizer(number, group["optimizer"], now)
+                self._handle.set_optimizer(number, self._kinds[number], now)
             self._sent[number] = now
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """An error: the engine has made room for the states of what was attached."""
+        if self._fixed:
+            raise UserError("groups cannot be added after attach(): release() the model and attach() "
+                            "it again with the groups it shall have")
+        _add_param_group(self, param_group)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -85,24 +174,80 @@ class Optimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """The engine's step; `report` says what it did."""
+        self._require_attached()
+        if vars(self).pop("found_inf", None) is not None:  # left by a GradScaler
+            vars(self).pop("grad_scale", None)
+            raise UserError("a GradScaler scales the loss outside of the engine: make the engine with "
+                            "loss_scale='dynamic' and call engine.backward(loss) instead")
         loss = None
         if closure is not None:
+            if not callable(closure):
+                raise UserError(f"step({closure!r}): it takes a function that returns the loss")
             with torch.enable_grad():
                 loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and not parameter.requires_grad:
+                    raise UserError(f"p.grad of a frozen parameter of shape "
+                                    f"{list(parameter.shape)} is set: call requires_grad_() to train "
+                                    "it, or set its p.grad to None")
         self.report = self._take_step()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients accumulated since the last step."""
+        self._require_attached()
         self._zero_grad()
 
+    @contextmanager
+    def scaled(self, loss: torch.Tensor) -> Iterator[torch.Tensor]:
+        """For frameworks that begin the backward pass themselves: the loss to begin it with, multiplied
+        by the engine's loss scale."""
+        self._require_attached()
+        with translated():
+            scale = self._handle.loss_scale()
+            self._handle.set_loss_is_scaled(True)
+        try:
+            yield loss if scale == 1 else loss * scale
+        finally:
+            with translated():
+                self._handle.set_loss_is_scaled(False)
+
+    def _require_no_state(self, call: str) -> None:
+        self._require_attached()
+        with translated():
+            steps = self._handle.stats()["steps"] - self._steps_before
+        if steps > 0:
+            raise UserError(f"{call} after {steps} step{'s' * (steps > 1)}: {_NO_CHECKPOINTS}")
+
     def state_dict(self) -> dict[str, Any]:
-        """The groups. Moments and masters stay in the engine's pages."""
+        """The groups, as long as there is no state: an error after the first step."""
+        self._require_no_state("optimizer.state_dict()")
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes the groups' constants over. Moments that are there, too, are not."""
+        """Takes the groups' constants over, before the first step. A state with moments is an error."""
+        self._require_no_state("optimizer.load_state_dict()")
+        if not isinstance(state_dict, dict) or "param_groups" not in state_dict:
+            raise UserError("load_state_dict() takes what state_dict() returns")
         if state_dict.get("state"):
-            warnings.warn("the moments in this state are not taken over: the engine's start from "
-                          "zero", stacklevel=2)
-        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+            raise UserError(f"load_state_dict() of a state with moments: {_NO_CHECKPOINTS}")
+        kinds = [group.get("optimizer") for group in state_dict["param_groups"]]
+        if kinds != self._kinds:
+            raise UserError(f"load_state_dict(): the state is of the optimizers {kinds}, and attached "
+                            f"are {self._kinds}")
+        before = self.param_groups
+        try:
+            super().load_state_dict({**state_dict, "state": {}})
+            self.send()
+        except (KeyError, TypeError, ValueError) as error:
+            self.param_groups = before
+            if isinstance(error, UserError):
+                raise
+            raise UserError(f"load_state_dict(): {error}") from None
+        finally:
+            self.state = _EngineState()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UserError(f"an engine's optimizer cannot be copied or pickled: {_NO_CHECKPOINTS}")
+

@@ -186,6 +186,29 @@ _KINDS: dict[str, Callable[[dict[str, Any], list[float]], Rate]] = {
 }
 
 
+_WORDS = {"warmup_type"}
+_FLAGS = {"lr_range_test_staircase", "cycle_momentum"}
+_ABOVE_ZERO = {"warmup_num_steps", "total_num_steps", "lr_range_test_step_size",
+               "cycle_first_step_size"}
+
+
+def _check_params(params: dict[str, Any]) -> None:
+    """Numbers are numbers: an error here is of the configuration, later it is of some step."""
+    for key, value in params.items():
+        if key in _WORDS or value is None:
+            continue
+        if key in _FLAGS:
+            if not isinstance(value, bool):
+                raise UserError(f"scheduler.params.{key} is {value!r}: it is true or false")
+            continue
+        for number in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(number, bool) or not isinstance(number, (int, float)) or (
+                    not math.isfinite(number)):
+                raise UserError(f"scheduler.params.{key} is {value!r}: it takes a number")
+            if key in _ABOVE_ZERO and number <= 0:
+                raise UserError(f"scheduler.params.{key} is {value}: it takes a number above 0")
+
+
 def make_schedule(optimizer: torch.optim.Optimizer, kind: str | None,
                   params: dict[str, Any]) -> Schedule | None:
     """The scheduler that a configuration names; None where it names none."""
@@ -193,6 +216,7 @@ def make_schedule(optimizer: torch.optim.Optimizer, kind: str | None,
         return None
     if kind not in _KINDS and kind != "OneCycle":
         raise UserError(f"scheduler.type '{kind}' is none of {', '.join(_KINDS)}, OneCycle")
+    _check_params(params)
     left = dict(params)
     left.pop("last_batch_iteration", None)
     momentum = None

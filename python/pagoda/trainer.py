@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator  # type: ignore[import-untyped]
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainingArguments
 
+from pagoda.engine import Engine
 from pagoda.errors import UserError
+from pagoda.optimizer import Optimizer
 
 if TYPE_CHECKING:
-    from transformers import TrainerControl, TrainerState, TrainingArguments
-
-    from pagoda.engine import Engine
+    from transformers import TrainerControl, TrainerState
 
 # What TrainingArguments.optim may be, and which of ours that is.
 _OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "sgd": "sgd",
@@ -35,15 +35,67 @@ class PagodaCallback(TrainerCallback):
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl,
                        **kwargs: Any) -> None:
-        """Resuming: what the engine keeps is not in Trainer's checkpoints."""
+        """What the engine keeps is not in Trainer's checkpoints: neither is it written, nor read."""
         if state.global_step > 0:
-            _log.warning("training is resumed at step %d with moments that start from zero",
-                         state.global_step)
+            raise UserError(
+                f"resume_from_checkpoint: the checkpoint of step {state.global_step} has no state of "
+                "the engine's optimizer, and there are no checkpoints of it yet: load its weights with "
+                "from_pretrained() and train from there, with new moments and a new schedule")
+        _save_weights_only(args)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl,
                      **kwargs: Any) -> None:
         """What is still owed is made: whoever looks next need not wait."""
         self.engine.finish()
+
+
+def _save_weights_only(args: TrainingArguments) -> None:
+    """Trainer's checkpoints would ask the optimizer for its state, which is an error."""
+    if args.save_only_model:
+        return
+    args.save_only_model = True
+    if str(getattr(args.save_strategy, "value", args.save_strategy)) != "no":
+        _log.warning("save_only_model is set to True: checkpoints hold the weights, and training cannot "
+                     "be resumed from them, for the optimizer's state is the engine's")
+
+
+def _optimizer_of(accelerator: Accelerator) -> Optimizer | None:
+    """The engine's, if that is what it drives."""
+    for prepared in accelerator._optimizers:
+        inner = getattr(prepared, "optimizer", prepared)
+        if isinstance(inner, Optimizer):
+            return inner
+    return None
+
+
+def _scale_losses() -> None:
+    """Accelerate calls loss.backward(), which knows nothing of the engine's loss scale."""
+    theirs = Accelerator.backward
+
+    @functools.wraps(theirs)
+    def backward(self: Accelerator, loss: torch.Tensor, **kwargs: Any) -> Any:
+        optimizer = _optimizer_of(self)
+        if optimizer is None:
+            return theirs(self, loss, **kwargs)
+        with optimizer.scaled(loss) as scaled:
+            return theirs(self, scaled, **kwargs)
+
+    Accelerator.backward = backward
+
+
+def _leave_state() -> None:
+    """Accelerate moves an optimizer's state to the device by state_dict() and load_state_dict(): the
+    engine's is where it belongs."""
+    theirs = Accelerator.prepare_optimizer
+
+    @functools.wraps(theirs)
+    def prepare_optimizer(self: Accelerator, optimizer: torch.optim.Optimizer,
+                          device_placement: bool | None = None) -> Any:
+        if isinstance(optimizer, Optimizer):
+            device_placement = False
+        return theirs(self, optimizer, device_placement)
+
+    Accelerator.prepare_optimizer = prepare_optimizer
 
 
 def _leave_attached_models() -> None:
@@ -64,6 +116,8 @@ def _leave_attached_models() -> None:
 
 
 _leave_attached_models()
+_leave_state()
+_scale_losses()
 
 
 def _let_go(model: torch.nn.Module) -> None:
@@ -97,9 +151,16 @@ def arguments(engine: Engine, model: torch.nn.Module, args: TrainingArguments) -
 
     Learning rate, decay, betas and `optim` are taken from `args`; `max_grad_norm` becomes the
     engine's clip, and Trainer logs the norm as ever. `save_model` writes page by page. Optimizer
-    state is not part of Trainer's checkpoints. Under torchrun the engine shares the work out: the
-    model is not wrapped.
+    state is not part of Trainer's checkpoints: `save_only_model` is set, and resuming from one is an
+    error. Under torchrun the engine shares the work out: the model is not wrapped.
     """
+    for given, wanted in ((engine, Engine), (model, torch.nn.Module), (args, TrainingArguments)):
+        if not isinstance(given, wanted):
+            raise UserError("arguments() takes an engine, a model and TrainingArguments, and no "
+                            f"{type(given).__name__} in place of {wanted.__name__}")
+    if getattr(args, "deepspeed", None) or getattr(args, "fsdp", None):
+        raise UserError("deepspeed= and fsdp= of the arguments would shard the model a second time: the "
+                        "engine does it, with zero=")
     named = str(getattr(args.optim, "value", args.optim))
     kind = _OPTIMIZERS.get(named)
     if kind is None:
@@ -107,6 +168,9 @@ def arguments(engine: Engine, model: torch.nn.Module, args: TrainingArguments) -
     if args.fp16:
         raise UserError("fp16=True scales the loss outside of the engine: make the model fp16 and "
                         "the engine with loss_scale='dynamic', or use bf16")
+    if args.resume_from_checkpoint:
+        raise UserError("resume_from_checkpoint: there are no checkpoints of the engine's optimizer "
+                        "yet; load the weights with from_pretrained() and train from there")
     constants: dict[str, Any] = {}
     if kind in ("adamw", "lion"):
         constants["betas"] = (args.adam_beta1, args.adam_beta2)
@@ -115,6 +179,7 @@ def arguments(engine: Engine, model: torch.nn.Module, args: TrainingArguments) -
     optimizer = engine.attach(model, optimizer=kind, lr=args.learning_rate,
                               groups=_groups(model, args.weight_decay),
                               clip=args.max_grad_norm or 0.0, **constants)
+    _save_weights_only(args)
     engine.serve_framework()
     _attached.add(model)
     engine.on_release(lambda: _let_go(model))

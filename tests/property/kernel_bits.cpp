@@ -148,6 +148,31 @@ void step_elsewhere(const Walk& walk, const Step& step, OptimizerState& state, b
   elsewhere.bring_back();
 }
 
+/// A step whose parameter goes to where its gradient is, if elements are of one size: the parameter
+/// stays as it was, and the gradient's array has the new one.
+void step_over_gradient(const Walk& walk, const Step& step, OptimizerState& state) {
+  OptimizerShard shard = state.shard(kFirstIndex);
+  const kernels::Elements over{shard.grad.type, const_cast<void*>(shard.grad.data)};
+  const bool is_master = !shard.param;
+  const kernels::Dtype type = is_master ? kernels::Dtype::F32 : shard.param.type;
+  if (type != over.type) return walk.run(step, shard);
+  std::vector<std::uint8_t>& parameter = is_master ? state.master : state.param;
+  const std::vector<std::uint8_t> before = parameter;
+  const std::vector<std::uint8_t> gradient = state.grad;
+  void* const goes_to = is_master ? shard.master : shard.param.data;
+  if (is_master) {
+    shard.to.master = static_cast<float*>(over.data);
+  } else if (shard.rest != nullptr) {
+    shard.to.param = over;
+  } else {
+    shard.param = over;
+  }
+  walk.run(step, shard);
+  EXPECT_EQ(parameter, before) << walk.name << ", written over the gradient";
+  std::memcpy(goes_to, over.data, shard.count * kernels::element_size(type));
+  state.grad = gradient;
+}
+
 /// Three steps with changing gradients from the same start, every way, against the reference.
 void expect_same_bits(const Optimizer& optimizer, const Layout& layout, std::size_t shift) {
   SCOPED_TRACE(optimizer.name + ", " + layout.name());
@@ -176,14 +201,18 @@ void expect_same_bits(const Optimizer& optimizer, const Layout& layout, std::siz
   for (const Walk& walk : walks(optimizer, one, three)) {
     OptimizerState state = start;
     OptimizerState moved = start;
+    OptimizerState swapped = start;
     for (std::uint64_t n = 1; n <= kSteps; ++n) {
       state.take_gradient(gradients[n - 1]);
       walk.run(step_of(n), state.shard(kFirstIndex));
       moved.take_gradient(gradients[n - 1]);
       step_elsewhere(walk, step_of(n), moved, n % 2 == 1);
+      swapped.take_gradient(gradients[n - 1]);
+      step_over_gradient(walk, step_of(n), swapped);
     }
     EXPECT_EQ(state.difference(expected), "") << walk.name;
     EXPECT_EQ(moved.difference(expected), "") << walk.name << ", written elsewhere";
+    EXPECT_EQ(swapped.difference(expected), "") << walk.name << ", over the gradient";
   }
 }
 

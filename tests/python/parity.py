@@ -120,7 +120,7 @@ def check_clipping_ahead(make: Make, loss: Loss, short: bool, **more: Any) -> No
         runs.append(train_attached(engine, model,
                                    lambda m, step: loss(m, step) * (1e-3, 1e-3, 1e3)[step]))
         updates = engine.stats()["updates"]
-        assert (updates["early"] > updates["undone"] > 0) == ahead
+        assert (updates["early"] > updates["rolled_back"] > 0) == ahead
         engine.close()
     assert_equal(*runs)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import parity
 import pytest
+import saved_cases
+import saved_programs
+import saved_trial
 import torch
 import zoo
 
@@ -83,6 +87,102 @@ def test_activations_free_the_device() -> None:
         x.grad = None
     assert peaks[0] > 380 << 20
     assert peaks[1] < 160 << 20
+
+
+@pytest.fixture(scope="module")
+def offloading(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pagoda.Engine]:
+    engine = saved_trial.make_engine(tmp_path_factory.mktemp("swap"), "cuda")
+    yield engine
+    saved_trial.wait_until_dropped(engine)
+
+
+@pytest.mark.parametrize("name", saved_cases.CASES)
+def test_saved_tensors(offloading: pagoda.Engine, name: str) -> None:
+    program = saved_cases.CASES[name]
+    try:
+        plain = saved_trial.run(program, saved_trial.Trial())
+    except Exception as error:
+        pytest.skip(f"torch does not do this on a GPU: {error}")
+    if plain != saved_trial.run(program, saved_trial.Trial()):
+        pytest.skip("torch itself gives different bits each time")
+    for place in saved_trial.PLACES:
+        for seed, timing in enumerate(saved_trial.TIMINGS):
+            assert not saved_trial.differences(plain, program, offloading, place, timing, seed)
+
+
+def test_random_saved_tensors(offloading: pagoda.Engine) -> None:
+    wrong = {}
+    for seed in range(200):
+        program = saved_programs.program(seed)
+        plain = saved_trial.run(program, saved_trial.Trial())
+        if plain != saved_trial.run(program, saved_trial.Trial()):
+            continue  # torch itself gives different bits each time
+        place, timing = saved_trial.PLACES[seed % 2], saved_trial.TIMINGS[seed // 2 % 4]
+        different = saved_trial.differences(plain, program, offloading, place, timing, seed)
+        if different:
+            wrong[seed] = f"{place}, {timing}: {different}"
+    assert not wrong
+
+
+def test_activations_of_several_streams() -> None:
+    """Branches on streams of their own, which save, offload and prefetch beside each other."""
+    engine = pagoda.Engine(device="cuda", device_budget="64MiB", host_budget="1GiB")
+    x = torch.randn(1024, 1024, requires_grad=True)
+    weights = [torch.randn(1024, 1024) / 32 for _ in range(4)]
+    streams = [torch.cuda.Stream() for _ in weights]
+    here = torch.cuda.current_stream()
+
+    def forward() -> torch.Tensor:
+        outs = []
+        for weight, stream in zip(weights, streams, strict=True):
+            stream.wait_stream(here)
+            with torch.cuda.stream(stream):
+                y = x @ weight
+                for _ in range(6):
+                    a, b = (y * 1).unsafe_chunk(2)
+                    y = torch.cat([a.sigmoid_() * b.tanh_(), a + b]) @ weight
+                outs.append(y)
+        for stream, out in zip(streams, outs, strict=True):
+            here.wait_stream(stream)
+            out.record_stream(here)
+        return torch.stack(outs).sum()
+
+    (expected,) = torch.autograd.grad(forward(), x)
+    for in_flight in ("1MiB", "16MiB", "256MiB"):
+        for _ in range(4):
+            with engine.activations("host", in_flight=in_flight):
+                loss = forward()
+            (got,) = torch.autograd.grad(loss, x)
+            assert torch.equal(expected, got)
+
+
+def test_activations_and_cuda_graphs() -> None:
+    """A captured forward keeps its activations on the device; a backward cannot be captured once
+    they have left."""
+    engine = pagoda.Engine(device="cuda", device_budget="64MiB")
+    x = torch.randn(256, 256, requires_grad=True)
+
+    def forward() -> torch.Tensor:
+        return (x.sin() * x.exp()).tanh().sum()
+
+    (expected,) = torch.autograd.grad(forward(), x)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with engine.activations("host"):
+            loss = forward()
+        (got,) = torch.autograd.grad(loss, x)
+    got.zero_()
+    graph.replay()
+    assert torch.equal(expected, got)
+    around: Any = engine.activations("host")
+    with around:
+        loss = forward()
+    around.handle.flush()
+    with pytest.raises(RuntimeError, match="cannot capture a backward whose activations"), \
+            torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+        torch.autograd.grad(loss, x)
+    torch.cuda.synchronize()
 
 
 def test_large_activations_through_files(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 
 import pagoda
-from pagoda.deepspeed import _HONOURED, _INSTEAD, Settings
+from pagoda.deepspeed_config import _HONOURED, _INSTEAD, Settings
 from pagoda.schedules import make_schedule
 
 WIDTH = 64
@@ -35,7 +35,7 @@ CONFIG: dict[str, Any] = {
     "train_batch_size": 8,
     "train_micro_batch_size_per_gpu": 4,
     "gradient_clipping": 0.05,
-    "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9, "weight_decay": "auto"}},
+    "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
     "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 3,
                                                  "warmup_type": "linear"}},
     "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"},
@@ -100,15 +100,13 @@ def nested(path: str, value: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("path", _INSTEAD)
 def test_what_is_not_honoured_is_named(path: str) -> None:
-    with pytest.warns(UserWarning, match=f"'{path}' has no effect: "):
-        Settings(nested(path, 7))
+    assert Settings(nested(path, 7)).ignored == {path: _INSTEAD[path]}
+    assert Settings(nested(path, "auto")).ignored == {}
 
 
 @pytest.mark.parametrize("path", _HONOURED)
 def test_what_is_honoured_says_nothing(path: str) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        Settings(nested(path, "auto"))
+    assert Settings(nested(path, "auto")).ignored == {}
 
 
 @pytest.mark.parametrize(("config", "word"), [
@@ -177,3 +175,192 @@ def test_names_of_once() -> None:
     assert settings.engine_keywords()["zero"] == 1
     old = Settings({"zero_optimization": {"stage": 3, "cpu_offload_param": True}})
     assert old.engine_keywords()["parameters"] == "host"
+
+
+ORDINARY: dict[str, Any] = {  # as the documentation of DeepSpeed and its examples have it
+    "train_micro_batch_size_per_gpu": 4, "steps_per_print": 2000, "wall_clock_breakdown": True,
+    "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "betas": [0.8, 0.999]}},
+    "zero_optimization": {
+        "stage": 3, "contiguous_gradients": True, "overlap_comm": True, "sub_group_size": 1e9,
+        "reduce_bucket_size": 5e8, "stage3_prefetch_bucket_size": 5e7,
+        "stage3_param_persistence_threshold": 1e5, "stage3_max_live_parameters": 1e9,
+        "stage3_max_reuse_distance": 1e9, "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "offload_param": {"device": "cpu", "pin_memory": True}}}
+
+
+def test_one_warning_names_all_that_has_no_effect() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pagoda.initialize(model=stack(), config=ORDINARY, **SMALL)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__  # the line that called it
+    text = str(caught[0].message)
+    for path in ("steps_per_print", "zero_optimization.sub_group_size",
+                 "zero_optimization.offload_param.pin_memory"):
+        assert f"  {path}: {_INSTEAD[path]}" in text
+    assert text.count("\n") == 11
+
+
+# "auto", as configurations for Hugging Face's Trainer have it.
+
+AUTO: dict[str, Any] = {
+    "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto", "gradient_clipping": "auto",
+    "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 8},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto",
+                                              "weight_decay": "auto"}},
+    "scheduler": {"type": "WarmupDecayLR", "params": {
+        "warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto",
+        "total_num_steps": "auto", "warmup_type": "linear"}},
+    "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto",
+                          "stage3_prefetch_bucket_size": "auto",
+                          "stage3_param_persistence_threshold": "auto",
+                          "stage3_gather_16bit_weights_on_model_save": "auto"}}
+
+
+def trainers(tmp_path: Path, **more: Any) -> Any:
+    from transformers import TrainingArguments
+
+    return TrainingArguments(**{
+        "output_dir": str(tmp_path), "use_cpu": True, "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2, "learning_rate": 0.25, "adam_beta1": 0.8,
+        "adam_beta2": 0.9, "adam_epsilon": 1e-6, "weight_decay": 0.125, "max_grad_norm": 0.5,
+        "warmup_steps": 3, "num_train_epochs": 2, "report_to": [], **more})
+
+
+def test_auto_is_what_trainers_arguments_say(tmp_path: Path) -> None:
+    engine, optimizer, loader, scheduler = pagoda.initialize(
+        trainers(tmp_path), stack(), training_data=torch.zeros(17, 3), config=AUTO, **SMALL)
+    assert engine.train_micro_batch_size_per_gpu() == 4
+    assert engine.gradient_accumulation_steps() == engine.engine.config["accumulation"] == 2
+    assert engine.train_batch_size() == 8
+    assert engine.engine.config["clip"] == 0.5
+    group = optimizer.param_groups[0]
+    assert (tuple(group["betas"]), group["eps"], group["weight_decay"]) == ((0.8, 0.9), 1e-6, 0.125)
+    assert engine.engine.config["loss_scale"] == "none"
+    assert len(loader) == 5  # so an epoch has three steps, and two epochs six
+    seen = []
+    for _ in range(8):
+        seen.append(group["lr"])
+        optimizer.step()
+        scheduler.step()
+    assert seen == pytest.approx([0, 0, 0.25 / 3, 0.5 / 3, 0.25, 0.5 / 3, 0.25 / 3, 0])
+    assert next(engine.parameters()).dtype == torch.float32
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
+@pytest.mark.parametrize("by", ["arguments", "model", "both"])
+def test_auto_precision(name: str, dtype: torch.dtype, by: str, tmp_path: Path) -> None:
+    args = trainers(tmp_path)
+    if by != "model":
+        setattr(args, name, True)
+    engine, *_ = pagoda.initialize(args, stack() if by == "arguments" else stack().to(dtype),
+                                   training_data=torch.zeros(17, 3), config=AUTO, **SMALL)
+    assert next(engine.parameters()).dtype == dtype
+    assert engine.loss_scale == (256 if name == "fp16" else 1)
+    # Without arguments, the model alone says it.
+    half: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, name: {"enabled": "auto"}}
+    engine, *_ = pagoda.initialize(model=stack().to(dtype), config=half, **SMALL)
+    assert next(engine.parameters()).dtype == dtype
+    assert engine.loss_scale == (65536 if name == "fp16" else 1)
+    engine, *_ = pagoda.initialize(model=stack(), config=half, **SMALL)
+    assert engine.loss_scale == 1
+    assert next(engine.parameters()).dtype == torch.float32
+    with pytest.raises(pagoda.UserError, match=f"{name}.enabled"):
+        pagoda.initialize(model=stack, config=half, **SMALL)  # it does not exist yet
+
+
+def test_auto_buckets_follow_the_model(tmp_path: Path) -> None:
+    model = stack()
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"reduce_bucket_size": "auto"}}
+    ours = pagoda.initialize(model=stack(), config=config, **SMALL)[0].engine.config["bucket"]
+    model.config = type("Config", (), {"hidden_sizes": [100, 1000]})()  # type: ignore[assignment]
+    engine, *_ = pagoda.initialize(model=model, config=config, **SMALL)
+    assert ours == pagoda.Engine(**SMALL).config["bucket"]
+    assert engine.engine.config["bucket"] == pagoda.Engine(bucket=2_000_000, **SMALL).config["bucket"]
+
+
+def test_auto_that_nobody_knows_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(pagoda.UserError) as caught:
+        pagoda.initialize(model=stack(), config=AUTO, **SMALL)
+    text = str(caught.value)
+    for path in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
+                 "gradient_clipping", "optimizer.params.lr", "optimizer.params.betas",
+                 "optimizer.params.eps", "optimizer.params.weight_decay",
+                 "scheduler.params.warmup_max_lr", "scheduler.params.warmup_num_steps",
+                 "scheduler.params.total_num_steps"):
+        assert path in text
+    for path in ("train_batch_size", "enabled", "bucket_size", "warmup_min_lr"):
+        assert path not in text
+    with pytest.raises(pagoda.UserError, match="total_num_steps.*args="):
+        pagoda.initialize(trainers(tmp_path), stack(), config=AUTO, **SMALL)  # how much data?
+    pagoda.initialize(trainers(tmp_path, max_steps=7), stack(), config=AUTO, **SMALL)
+    for path in ("zero_optimization.stage", "zero_optimization.offload_param.device",
+                 "data_types.grad_accum_dtype", "optimizer.params", "seed"):
+        with pytest.raises(pagoda.UserError, match=path):
+            pagoda.initialize(model=stack(), config={"train_micro_batch_size_per_gpu": 1,
+                                                     **nested(path, "auto")}, **SMALL)
+
+
+def test_what_contradicts_trainers_arguments_is_an_error(tmp_path: Path) -> None:
+    config = {**AUTO, "gradient_clipping": 2.0, "gradient_accumulation_steps": 2}
+    with pytest.raises(pagoda.UserError, match=r"gradient_clipping \(2\.0, and .* say 0\.5\)"):
+        pagoda.initialize(trainers(tmp_path, max_steps=7), stack(), config=config, **SMALL)
+
+
+@pytest.mark.parametrize("arguments", [
+    {"model": None}, {"model": 7}, {"model": lambda: None}, {"config": None}, {"config": 7},
+    {"config": "no/such/file.json"}, {"config": [1]}, {"optimizer": torch.optim.SGD},
+    {"optimizer": torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])},
+    {"lr_scheduler": torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD([torch.ones(1)]))},
+    {"model_parameters": []}, {"model_parameters": [7]}, {"model_parameters": 7},
+    {"mpu": object()}, {"device_budget": object()},
+    {"config": {"train_batch_size": "8"}}, {"config": {"train_batch_size": 0}},
+    {"config": {"gradient_accumulation_steps": 1.5}}, {"config": {"gradient_clipping": "1"}},
+    {"config": {"gradient_clipping": -1.0}}, {"config": {"gradient_clipping": math.nan}},
+    {"config": {"optimizer": {"params": []}}}, {"config": {"optimizer": "AdamW"}},
+    {"config": {"optimizer": {"type": "AdamW", "params": {"lr": -1}}}},
+    {"config": {"optimizer": {"type": "AdamW", "params": {"lr": "1"}}}},
+    {"config": {"optimizer": {"type": "AdamW", "params": {"betas": 1}}}},
+    {"config": {"fp16": True}}, {"config": {"bfloat16": True}},
+    {"config": {"fp16": {"enabled": True, "initial_scale_power": "16"}}},
+    {"config": {"fp16": {"enabled": True}, "bf16": {"enabled": True}}},
+    {"config": {"zero_optimization": {"stage": 4}}}, {"config": {"zero_optimization": "3"}},
+    {"config": {"zero_optimization": {"stage": "three"}}},
+    {"config": {"zero_optimization": {"reduce_bucket_size": "many"}}},
+    {"config": {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "x"}}}},
+    {"config": {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "x"}}}},
+    {"config": {"scheduler": {"type": "OneCycle", "params": {
+        "cycle_min_lr": 0.1, "cycle_max_lr": 1, "cycle_first_step_size": 0}}}},
+    {"config": {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "x"}}}},
+])
+def test_nonsense_is_an_error(arguments: dict[str, Any]) -> None:
+    model = stack()
+    with pytest.raises(pagoda.UserError):
+        pagoda.initialize(**{"model": model, "config": {"train_micro_batch_size_per_gpu": 1},
+                             **SMALL, **arguments})
+    model.float()(batch(0)).sum().backward()  # it has not gone with an engine that nobody has
+
+
+def test_the_familiar_engine_is_told_what_is_wrong(tmp_path: Path) -> None:
+    engine, optimizer, *_ = pagoda.initialize(
+        model=stack(), config={"train_micro_batch_size_per_gpu": 4}, **SMALL, early_updates=False)
+    for wrong in (None, 7, torch.ones(2, requires_grad=True), torch.ones(())):
+        with pytest.raises(pagoda.UserError):
+            engine.backward(wrong)
+    for call in (engine.save_checkpoint, engine.load_checkpoint):
+        with pytest.raises(pagoda.UserError, match="save_16bit_model"):
+            call(tmp_path)
+    with pytest.raises(pagoda.UserError):
+        engine.save_16bit_model(None)
+    with pytest.raises(AttributeError):
+        _ = engine.no_such_thing
+    engine.step()  # no gradients, no change
+    engine.backward(engine(batch(0)).sum())
+    engine.zero_grad()
+    assert not engine.engine.has_gradients()
+    engine.backward(engine(batch(0)).sum())
+    engine.step()
+    with pytest.raises(pagoda.UserError, match="save_pretrained"):
+        optimizer.state_dict()
+    engine.save_16bit_model(tmp_path)

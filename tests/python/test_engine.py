@@ -85,7 +85,7 @@ def test_what_cannot_be_attached_is_said() -> None:
 
 def test_an_operator_too_large_for_the_device_says_so_itself() -> None:
     paged = engine()
-    with pytest.raises(RuntimeError, match=r"Linear\.weight.*device_budget"), paged.build():
+    with pytest.raises(RuntimeError, match=r"raise device_budget to .*Linear\.weight"), paged.build():
         torch.nn.Linear(200, 200)
     model = stack()  # the engine goes on (test_failures.py)
     paged.attach(model)
@@ -167,6 +167,21 @@ def test_gradients_are_the_engines() -> None:
     assert paged.grad_norm() == pytest.approx(norm.item(), rel=1e-5)
     paged.zero_grad()
     assert paged.grad_norm() == 0
+
+
+def test_the_norm_is_that_of_all_micro_batches_so_far() -> None:
+    """Also where nothing clips, and nobody else needs it."""
+    paged = engine(accumulation=3)
+    model = stack()
+    paged.attach(model)
+    norms = []
+    for step in range(3):
+        paged.backward(loss_of(model, step), last=False)
+        norms.append(paged.grad_norm())
+    squares = sum(float(paged.grad(p).double().square().sum()) for p in model.parameters())
+    assert norms[0] != norms[1] != norms[2]
+    assert norms[2] == pytest.approx(squares ** 0.5, rel=1e-6)
+    paged.step()
 
 
 @pytest.mark.parametrize("clip", [clip_grad_norm_, clip_grad_value_])
@@ -361,6 +376,19 @@ def test_in_place_edits_and_initialisers_are_kept() -> None:
                                                  parity.values(plain).values(), strict=True))
 
 
+def test_writes_before_the_first_step_are_kept() -> None:
+    """Also in what was built by the engine and stays on the device, with masters beside it."""
+    paged = engine(device_budget="1MiB", gradient_staging="256KiB", parameters="auto")
+    with paged.build():
+        model = torch.nn.Linear(4, 4, dtype=torch.bfloat16)
+    paged.attach(model, optimizer="sgd", lr=0.0)
+    with torch.no_grad():
+        model.weight.fill_(0.5)
+    paged.backward(model(torch.ones(1, 4, dtype=torch.bfloat16)).sum())
+    paged.step()
+    assert torch.equal(model.weight, torch.full_like(model.weight, 0.5))
+
+
 def test_saving_by_torch_names_the_way(tmp_path: Path) -> None:
     paged = engine()
     model = stack()
@@ -432,6 +460,15 @@ def test_release_gives_plain_tensors_back() -> None:
                for name, p in model.named_parameters())
     loss_of(model).backward()
     assert model[0].weight.grad is not None
+
+
+def test_release_of_parameters_that_never_needed_a_gradient() -> None:
+    paged = engine()
+    model = torch.nn.Linear(4, 4)
+    model.base = torch.nn.Parameter(torch.ones(3), requires_grad=False)
+    paged.attach(model)
+    paged.release(model)
+    assert model.base.tolist() == [1, 1, 1]
 
 
 def test_stats_are_a_dict_and_a_table() -> None:

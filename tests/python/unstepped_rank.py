@@ -13,16 +13,18 @@ import pagoda
 
 torch.manual_seed(0)
 model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
-with pagoda.Engine(device="cpu", device_budget="64KiB", gradient_staging="24KiB", parameters="host",
-                   early_updates=False, accumulation=3, zero=int(sys.argv[1]),
-                   timeout=30) as engine:
-    for attached in range(2):
-        engine.attach(model)
-        for step in range(2):
-            engine.backward(model(torch.full((2, 64), float(step + engine.rank))).sum())
-            engine.step()
-        before = [parameter.detach().clone() for parameter in model.parameters()]
-        for _ in range(engine.rank + 1):
-            engine.backward(model(torch.ones(2, 64)).sum())
-        engine.release(model)
-        assert all(map(torch.equal, before, model.parameters()))
+for early in (False, True):
+    with pagoda.Engine(device="cpu", device_budget="64KiB", gradient_staging="24KiB",
+                       parameters="host", early_updates=early, accumulation=2, zero=int(sys.argv[1]),
+                       timeout=30) as engine:
+        for attached in range(2):
+            engine.attach(model)
+            for step in range(3):
+                engine.backward(model(torch.full((2, 64), float(step + engine.rank))).sum())
+                engine.backward(model(torch.ones(2, 64)).sum())
+                engine.step()
+            before = [parameter.detach().clone() for parameter in model.parameters()]
+            for _ in range(engine.rank + 1):
+                engine.backward(model(torch.ones(2, 64)).sum())
+            engine.release(model)
+            assert all(map(torch.equal, before, model.parameters()))

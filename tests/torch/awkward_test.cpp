@@ -79,6 +79,11 @@ TEST(Refusals, SayWhatIsWrong) {
   EXPECT_THAT(refusal_of_complex(), AllOf(HasSubstr("p0"), HasSubstr("complex")));
   EXPECT_THAT(refusal_of_integers(), "nothing") << "integers that are not trained are only paged";
   EXPECT_THAT(refusal_of_overlap(), HasSubstr("share elements"));
+  EXPECT_THAT(refusal_of_meta(),
+              AllOf(HasSubstr("'p1' is on the meta device"), HasSubstr("build")));
+  EXPECT_THAT(refusal_of_constants(),
+              AllOf(HasSubstr("lr = nan"), HasSubstr("beta2 = 1"), HasSubstr("momentum = -1"),
+                    HasSubstr("weight_decay = -1"), HasSubstr("lr = -1")));
   EXPECT_THAT(refusal_of_sparse_gradients(), HasSubstr("sparse"));
   EXPECT_THAT(refusal_of_two_models(), HasSubstr("attached already"));
   EXPECT_THAT(refusal_of_other_values(1), AllOf(HasSubstr("rank 1"), HasSubstr("weight")));

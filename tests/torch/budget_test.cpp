@@ -114,7 +114,7 @@ TEST(Budgets, ADeviceSmallerThanAParameterIsSaid) {
 
 TEST(Budgets, TooSmallAHostIsSaidAtAttach) {
   pagoda::Config small = config();
-  small.host_budget = 700_KiB;
+  small.host_budget = 600_KiB;
   EXPECT_THAT(refusal_of(small),
               AllOf(HasSubstr("parameters 152.72 KiB"), HasSubstr("gradients 152.72 KiB"),
                     HasSubstr("optimizer 305.62 KiB"), HasSubstr("raise host_budget to"),
@@ -133,7 +133,7 @@ TEST(Budgets, TooSmallADiskIsSaidAtAttach) {
 /// What the message advises is enough.
 void expect_help(pagoda::Config small, const std::string& key) {
   const std::string said = refusal_of(small);
-  const std::string before = fmt::format("raise {} to ", key);
+  const std::string before = fmt::format("raise {} to at least ", key);
   const std::size_t at = said.find(before);
   ASSERT_NE(at, std::string::npos) << said;
   const std::size_t begin = at + before.size();
@@ -143,7 +143,7 @@ void expect_help(pagoda::Config small, const std::string& key) {
 
 TEST(Budgets, WhatIsAdvisedHelps) {
   pagoda::Config small = config();
-  small.host_budget = 700_KiB;
+  small.host_budget = 600_KiB;
   expect_help(small, "host_budget");
   small.host_budget = 0;
   small.gradients = small.optimizer = pagoda::Placement::Nvme;

@@ -253,6 +253,32 @@ std::string gradients_are_seen(const Setting& setting) {
   });
 }
 
+/// No backward at all: what each rank puts into p.grad is its micro-batch.
+std::string gradients_are_set(const Setting& setting) {
+  use_one_torch_thread();
+  const auto set = [](Toy& model, int rank, int step) {
+    auto random = at::make_generator<at::CPUGeneratorImpl>(seed_of(rank, step));
+    for (const at::Tensor& parameter : {model.first->weight, model.second->bias}) {
+      parameter.mutable_grad() = at::randn(parameter.sizes(), random).to(parameter.scalar_type());
+    }
+  };
+  const auto plain = toy(setting);
+  PlainAdamW reference(*plain);
+  for (int step = 0; step < 3; ++step) {
+    reference.micro_batch(setting.ranks, [&](int rank) { set(*plain, rank, step); });
+    reference.step();
+  }
+  const std::vector<Bits> expected = parameter_bits(*plain);
+  return on_engine(setting, [&](Engine& engine, const std::shared_ptr<Toy>& model, int rank) {
+    engine.attach(*model, kRule);
+    for (int step = 0; step < 3; ++step) {
+      set(*model, rank, step);
+      engine.step();
+    }
+    return difference_of(expected, parameter_bits(*model));
+  });
+}
+
 /// Modules made outside of build(), types changed after it, data exchanged: all before attach().
 std::string changed_before_attach(const Setting& setting) {
   use_one_torch_thread();
@@ -355,6 +381,7 @@ std::vector<Quirk> quirks() {
       {"evaluation between steps", evaluation_between_steps},
       {"parameters reached by views", parameters_reached_by_views},
       {"gradients are seen", gradients_are_seen},
+      {"gradients are set", gradients_are_set},
       {"changed before attach", changed_before_attach},
       {"buffers are left alone", buffers_are_left_alone},
   };
@@ -368,6 +395,29 @@ std::string refusal_of_complex() {
 }
 std::string refusal_of_integers() {
   return refusal_of_parameters({at::ones({4}, at::kLong)}, false);
+}
+
+std::string refusal_of_meta() {
+  return refusal_of_parameters(
+      {at::ones({4}), at::empty({4}, at::TensorOptions().device(at::kMeta))}, true);
+}
+std::string refusal_of_constants() {
+  std::string out;
+  for (const pagoda::Optimizer& rule :
+       {pagoda::Optimizer(pagoda::AdamW{.lr = std::nan("")}),
+        pagoda::Optimizer(pagoda::Adam{.beta2 = 1}), pagoda::Optimizer(pagoda::Sgd{.momentum = -1}),
+        pagoda::Optimizer(pagoda::Lion{.weight_decay = -1})}) {
+    out += said([&] {
+      Engine engine(small_config());
+      engine.attach(*nn::Linear(4, 4), rule);
+    });
+  }
+  return out + said([] {
+           Engine engine(small_config());
+           nn::Linear model(4, 4);
+           engine.attach(*model, kRule);
+           engine.set_lr(-1);
+         });
 }
 
 std::string refusal_of_overlap() {

@@ -30,6 +30,8 @@ std::vector<Quirk> quirks();
 std::string refusal_of_double();
 std::string refusal_of_complex();
 std::string refusal_of_integers();
+std::string refusal_of_meta();
+std::string refusal_of_constants();
 std::string refusal_of_overlap();
 std::string refusal_of_sparse_gradients();
 std::string refusal_of_two_models();

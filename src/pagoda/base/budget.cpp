@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <functional>
+#include <limits>
 #include <map>
 #include <mutex>
 #include <utility>
@@ -60,11 +61,15 @@ struct BudgetState {
       held +=
           fmt::format("{}{} {}", held.empty() ? "" : ", ", holder.tag, format_bytes(holder.bytes));
     }
+    const Bytes most = std::numeric_limits<Bytes>::max();
+    const Bytes enough = requested > most - used ? most : used + requested;
     throw BudgetExceeded(
-        fmt::format("{} budget exceeded: '{}' asked for {}, but only {} of {} are left; held by {}",
-                    name, tag, format_bytes(requested), format_bytes(limit - used),
-                    format_bytes(limit), held.empty() ? "nobody" : held),
-        requested, limit - used);
+        fmt::format("{} = {} has {} left, and {} are needed for {}: raise {} to at least {} (held "
+                    "by {})",
+                    name, format_bytes(limit), format_bytes(limit - used),
+                    format_bytes_up(requested), tag, name, format_bytes_up(enough),
+                    held.empty() ? "nobody" : held),
+        name, limit, requested, limit - used);
   }
 };
 

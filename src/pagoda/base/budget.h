@@ -15,13 +15,23 @@ namespace pagoda {
 /// Thrown when a budget has less left than was asked for. The message lists the holders.
 class BudgetExceeded : public UserError {
  public:
-  BudgetExceeded(std::string message, Bytes requested, Bytes available)
-      : UserError(std::move(message)), requested_(requested), available_(available) {}
+  BudgetExceeded(std::string message, std::string budget, Bytes limit, Bytes requested,
+                 Bytes available)
+      : UserError(std::move(message)),
+        budget_(std::move(budget)),
+        limit_(limit),
+        requested_(requested),
+        available_(available) {}
 
+  /// Its name: the configuration's key.
+  const std::string& budget() const noexcept { return budget_; }
+  Bytes limit() const noexcept { return limit_; }
   Bytes requested() const noexcept { return requested_; }
   Bytes available() const noexcept { return available_; }
 
  private:
+  std::string budget_;
+  Bytes limit_;
   Bytes requested_;
   Bytes available_;
 };
@@ -76,7 +86,7 @@ class Reservation {
 /// exceeded nor forgotten. All members may be called from any thread.
 class Budget {
  public:
-  /// `name` as messages should say it, for example "device" or "host".
+  /// `name` as messages should say it: the configuration's key, for example "host_budget".
   Budget(std::string name, Bytes limit);
 
   /// Takes `bytes` for `tag` or throws BudgetExceeded, naming the holders, largest first.

@@ -89,17 +89,37 @@ Bytes parse_bytes(std::string_view text) {
   return static_cast<Bytes>(value);
 }
 
-std::string format_bytes(Bytes bytes) {
-  if (bytes < 1024) return fmt::format("{} B", bytes);
+namespace {
+
+/// The largest unit that fits into `bytes`, which has at least one of the smallest.
+std::size_t largest_prefix(Bytes bytes, Bytes& unit) {
   std::size_t prefix = 0;
-  Bytes unit = 1024;
+  unit = 1024;
   while (prefix + 1 < kPrefixes.size() && bytes / unit >= 1024) {
     unit *= 1024;
     ++prefix;
   }
+  return prefix;
+}
+
+}  // namespace
+
+std::string format_bytes(Bytes bytes) {
+  if (bytes < 1024) return fmt::format("{} B", bytes);
+  Bytes unit = 0;
+  const std::size_t prefix = largest_prefix(bytes, unit);
   if (bytes % unit == 0) return fmt::format("{} {}iB", bytes / unit, kPrefixes[prefix]);
   return fmt::format("{:.2f} {}iB", static_cast<double>(bytes) / static_cast<double>(unit),
                      kPrefixes[prefix]);
+}
+
+std::string format_bytes_up(Bytes bytes) {
+  if (bytes < 1024) return fmt::format("{} B", bytes);
+  Bytes unit = 0;
+  const std::size_t prefix = largest_prefix(bytes, unit);
+  const auto hundredths = static_cast<Bytes>((Wide{bytes} * 100 + unit - 1) / unit);
+  if (hundredths % 100 == 0) return fmt::format("{} {}iB", hundredths / 100, kPrefixes[prefix]);
+  return fmt::format("{}.{:02} {}iB", hundredths / 100, hundredths % 100, kPrefixes[prefix]);
 }
 
 }  // namespace pagoda

@@ -22,6 +22,9 @@ Bytes parse_bytes(std::string_view text);
 /// fraction gives it back exactly; with one, two decimals of the largest fitting unit are shown.
 std::string format_bytes(Bytes bytes);
 
+/// The same for "at least" in a message: what it prints is never less than `bytes`.
+std::string format_bytes_up(Bytes bytes);
+
 /// Smallest multiple of `alignment`, a power of two, that is not below `value`.
 constexpr Bytes align_up(Bytes value, Bytes alignment) noexcept {
   return (value + alignment - 1) & ~(alignment - 1);

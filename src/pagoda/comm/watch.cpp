@@ -14,6 +14,12 @@ namespace {
 constexpr char kBeat = 'b';
 constexpr char kLeft = 'l';
 constexpr char kFailed = 'f';
+// Between a beat and its note.
+constexpr char kNote = '\n';
+
+std::string key_of(std::string_view watch, int rank) {
+  return fmt::format("{}/{}", watch, rank);
+}
 
 std::string seconds_text(std::chrono::milliseconds time) {
   return fmt::format("{} s", static_cast<double>(time.count()) / 1000);
@@ -28,7 +34,11 @@ Watch::Watch(World& world, Options options, OnFailure on_failure)
                     "a watch's time-out is several intervals long");
   PAGODA_REQUIRE(on_failure_ != nullptr);
   for (int r = 0; r < world.size(); ++r) {
-    if (r != world.rank()) peers_.push_back({.rank = r, .last = {}, .changed = now_ns()});
+    if (r == world.rank()) continue;
+    Peer peer;
+    peer.rank = r;
+    peer.changed = peer.noted = now_ns();
+    peers_.push_back(std::move(peer));
   }
   if (!peers_.empty()) thread_ = std::thread([this] { run(); });
 }
@@ -51,6 +61,14 @@ void Watch::fail(std::string_view reason) noexcept {
   post_end(kFailed + std::string(reason));
 }
 
+void Watch::fail(World& world, std::string_view name, std::string_view reason) noexcept {
+  try {
+    world.put(key_of(name, world.rank()), kFailed + std::string(reason));
+  } catch (const std::exception& error) {  // the others find out by the time-out
+    log::warn("comm", "the other ranks could not be told", {{"error", error.what()}});
+  }
+}
+
 void Watch::leave() noexcept {
   {
     const std::lock_guard lock(mutex_);
@@ -65,8 +83,11 @@ void Watch::run() {
   while (!stopping_) {
     lock.unlock();
     try {
-      post(kBeat + std::to_string(++beats_));
+      std::string beat = kBeat + std::to_string(++beats_);
+      if (options_.note) beat += kNote + options_.note();
+      post(beat);
       look();
+      if (options_.on_notes) tell_notes();
     } catch (const std::exception& error) {
       const int holder = world_.board_rank();
       report(holder, holder < 0 ? fmt::format("the board of the ranks is lost: {}", error.what())
@@ -81,11 +102,17 @@ void Watch::run() {
 void Watch::look() {
   for (Peer& peer : peers_) {
     if (peer.left) continue;
-    std::optional<std::string> value = world_.get(key(peer.rank));
+    std::optional<std::string> value = world_.get(key_of(options_.name, peer.rank));
     if (value.has_value() && *value != peer.last) {
       peer.last = std::move(*value);
       peer.changed = now_ns();
       peer.left = peer.last.front() == kLeft;
+      const std::size_t note = peer.last.find(kNote);
+      if (peer.last.front() == kBeat && note != std::string::npos &&
+          peer.last.substr(note + 1) != peer.note) {
+        peer.note = peer.last.substr(note + 1);
+        peer.noted = peer.changed;
+      }
       if (peer.last.front() == kFailed) {
         report(peer.rank, fmt::format("rank {} failed: {}", peer.rank, peer.last.substr(1)));
       }
@@ -95,6 +122,14 @@ void Watch::look() {
                          peer.rank, seconds_text(options_.timeout)));
     }
   }
+}
+
+void Watch::tell_notes() {
+  std::vector<PeerNote> notes;
+  for (const Peer& peer : peers_) {
+    notes.push_back({peer.rank, peer.note, now_ns() - peer.noted, peer.left});
+  }
+  options_.on_notes(notes);
 }
 
 void Watch::report(int rank, std::string reason) {
@@ -112,21 +147,17 @@ void Watch::report(int rank, std::string reason) {
 
 void Watch::post(const std::string& value) {
   const std::lock_guard lock(board_mutex_);
-  if (!ended_) world_.put(key(world_.rank()), value);
+  if (!ended_) world_.put(key_of(options_.name, world_.rank()), value);
 }
 
 void Watch::post_end(std::string value) noexcept {
   const std::lock_guard lock(board_mutex_);
   if (std::exchange(ended_, true)) return;
   try {
-    world_.put(key(world_.rank()), value);
+    world_.put(key_of(options_.name, world_.rank()), value);
   } catch (const std::exception& error) {  // the others find out by the time-out
     log::warn("comm", "the other ranks could not be told", {{"error", error.what()}});
   }
-}
-
-std::string Watch::key(int rank) const {
-  return fmt::format("{}/{}", options_.name, rank);
 }
 
 }  // namespace pagoda::comm

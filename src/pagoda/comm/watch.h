@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <functional>
 #include <mutex>
+#include <span>
 #include <string>
 #include <string_view>
 #include <thread>
@@ -15,6 +16,14 @@
 #include "pagoda/comm/world.h"
 
 namespace pagoda::comm {
+
+/// What another rank has put on the board beside its heartbeat.
+struct PeerNote {
+  int rank = -1;
+  std::string note;
+  Nanos unchanged = 0;  ///< for how long it has been the same
+  bool left = false;    ///< in good order: nobody misses it
+};
 
 /// Notices that another rank is gone, through the world's board: collectives need no time-out then,
 /// and a slow rank is not a dead one. Each rank puts a growing number on the board; whose number
@@ -30,6 +39,10 @@ class Watch {
     std::chrono::milliseconds timeout{60'000};
     /// Tells the watches of one world apart.
     std::string name = "watch";
+    /// What the others may know of this rank: put on the board with each beat. The watch's thread.
+    std::function<std::string()> note = {};
+    /// Told after each look what the others' notes are. The watch's thread; may not throw.
+    std::function<void(std::span<const PeerNote>)> on_notes = {};
   };
   /// The rank that failed (-1: the board itself, held by none of them) and the whole story, as
   /// "rank 2 has not answered for 60 s (killed, or its machine is gone)" or "rank 1 failed: …".
@@ -46,6 +59,8 @@ class Watch {
   /// Lets the others know that this rank has failed, at their next look. Not if they saw the cause
   /// themselves: after on_failure has been called this does nothing. Does not throw.
   void fail(std::string_view reason) noexcept;
+  /// The same for a rank that never came to watch. Does not throw.
+  static void fail(World& world, std::string_view name, std::string_view reason) noexcept;
   /// This rank ends in good order: it is not missed, and reports nothing any more.
   void leave() noexcept;
 
@@ -55,15 +70,17 @@ class Watch {
     std::string last;  // what the board had at the last look
     Nanos changed = 0;
     bool left = false;
+    std::string note;
+    Nanos noted = 0;  // when its note changed
   };
 
   void run();
   /// Reads what the others put, and reports.
   void look();
+  void tell_notes();
   void report(int rank, std::string reason);
   void post(const std::string& value);
   void post_end(std::string value) noexcept;
-  std::string key(int rank) const;
 
   World& world_;
   const Options options_;

@@ -29,6 +29,9 @@ class World {
   /// All ranks, connected anew. `name` is for messages and traces; it is the same on every rank.
   virtual std::unique_ptr<Group> make_group(std::string name) = 0;
 
+  /// This rank will make no group any more: others that wait for it in make_group() throw `why`.
+  virtual void give_up(std::string_view /*why*/) noexcept {}
+
   /// Puts a value on the board, in the place of an earlier one. EngineError if the board is lost.
   virtual void put(std::string_view key, std::string_view value) = 0;
   /// What the board has under `key` now.

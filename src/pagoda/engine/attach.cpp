@@ -2,14 +2,15 @@
 // Runtime::attach(): does it fit, is it equal on all ranks, and where does everything go.
 #include <algorithm>
 #include <numeric>
+#include <optional>
 #include <utility>
 
 #include "pagoda/base/error.h"
 #include "pagoda/base/log.h"
 #include "pagoda/base/trace.h"
 #include "pagoda/engine/backend.h"
+#include "pagoda/engine/fit.h"
 #include "pagoda/engine/runtime.h"
-#include "pagoda/io/checksum.h"
 
 namespace pagoda::engine {
 namespace {
@@ -20,144 +21,73 @@ using PagerPlacement = pager::Placement;
 using pager::Range;
 using pager::Tier;
 
-/// Bytes of one state, and where they may go.
-struct Need {
-  std::string_view state;
-  PagerPlacement placement;
-  Bytes bytes = 0;
-  Bytes blocks = 0;  // the same on NVMe, in whole blocks
-
-  void add(Bytes page) {
-    bytes += page;
-    blocks += pager::Tiers::nvme_bytes(page);
-  }
-};
-
 /// A gradient that comes before its turn waits on the host (Reducer::park): there is room for two.
-Need gradients_in_wait(const std::vector<Page*>& pages, bool alone) {
-  Need out{"gradients in wait", PagerPlacement::Auto};
-  if (alone) return out;
+std::vector<Bytes> gradients_in_wait(const std::vector<Page*>& pages, bool alone) {
+  if (alone) return {};
   Bytes largest = 0;
   for (const Page* page : pages) largest = std::max(largest, page->bytes());
-  for (int i = 0; i < 2; ++i) out.add(largest);
-  return out;
+  return {largest, largest};
 }
 
-/// What a tier may hold, and what of it is free.
-struct Room {
-  Bytes limit = 0;
-  Bytes free = 0;
-};
-
-/// A budget that is enough, so that it reads well.
-std::string enough(const Room& room, Bytes missing) {
-  return format_bytes(align_up(room.limit + missing, pager::Tiers::kNvmeBlock));
-}
-
-/// Fills the tiers from the top, as allocation will; throws where something stays over.
-void fit(const std::vector<Need>& needs, const Room& device, const Room& host, const Room& nvme,
-         bool has_nvme) {
-  Bytes device_free = device.free;
-  Bytes host_free = host.free;
-  Bytes nvme_free = nvme.free;
-  std::string list;
-  Bytes missing = 0;
-  Bytes missing_device = 0;
-  bool host_helps = false;
-  for (const Need& need : needs) {
-    list += fmt::format("{}{} {} ({})", list.empty() ? "" : ", ", need.state,
-                        format_bytes(need.bytes), pager::name(need.placement));
-    Bytes rest = need.bytes;
-    if (need.placement == PagerPlacement::Device) {
-      const Bytes here = std::min(rest, device_free);
-      device_free -= here;
-      missing_device += rest - here;
-      continue;
+/// Whether all ranks have buffers of the same names and sizes: others cannot be compared.
+bool equal_buffers(const std::vector<BufferSpec>& buffers, comm::Group& group) {
+  Settings mine;
+  for (const BufferSpec& buffer : buffers) mine.add(buffer.name, std::to_string(buffer.bytes));
+  try {
+    mine.require_equal(group);
+    return true;
+  } catch (const Diverged& error) {
+    if (group.rank() == 0) {
+      log::warn("engine", "the model's buffers are left as they are on each rank",
+                {{"cause", error.message()}});
     }
-    if (need.placement != PagerPlacement::Nvme) {
-      const Bytes here = std::min(rest, host_free);
-      host_free -= here;
-      rest -= here;
-    }
-    if (has_nvme && rest > 0) rest += need.blocks - need.bytes;
-    const Bytes there = has_nvme ? std::min(rest, nvme_free) : 0;
-    nvme_free -= there;
-    rest -= there;
-    missing += rest;
-    host_helps = host_helps || (rest > 0 && need.placement != PagerPlacement::Nvme);
+    return false;
   }
-  if (missing == 0 && missing_device == 0) return;
-  std::string help;
-  const auto advise = [&](std::string advice) {
-    help += fmt::format("{}{}", help.empty() ? "" : " or ", advice);
-  };
-  if (missing_device > 0) {
-    advise(fmt::format("raise device_budget by {}", format_bytes(missing_device)));
-    advise("place some of them on the host");
-  } else {
-    if (has_nvme) advise(fmt::format("raise nvme_budget to {}", enough(nvme, missing)));
-    if (host_helps) advise(fmt::format("raise host_budget to {}", enough(host, missing)));
-    if (!has_nvme) advise("set nvme to a directory");
-  }
-  throw UserError(fmt::format(
-      "the model's states do not fit: {}; free are {} on the device, {} on the host{}; {}", list,
-      format_bytes(device.free), format_bytes(host.free),
-      has_nvme ? fmt::format(" and {} on NVMe", format_bytes(nvme.free)) : "", help));
 }
 
 }  // namespace
 
-void Runtime::attach(const std::vector<Page*>& pages, std::vector<TrainedSpec> specs,
-                     std::vector<Optimizer> groups) {
+std::vector<Page*> Runtime::attach(const std::vector<Page*>& pages, std::vector<TrainedSpec> specs,
+                                   std::vector<Optimizer> groups) {
+  return attach([&] { return ModelSpec{pages, std::move(specs), std::move(groups), {}}; });
+}
+
+std::vector<Page*> Runtime::attach(const std::function<ModelSpec()>& describe) {
   check();
   PAGODA_REQUIRE(trained_.empty(), "a model is attached already: release() it first");
   PAGODA_TRACE("engine", "attach");
+  const Whereabouts::Inside inside(whereabouts_, in_call(Call::Attach).where());
+  meet(in_call(Call::Attach));
   try {
-    groups_ = std::move(groups);
-    for (TrainedSpec& spec : specs) {
-      auto page = std::make_unique<TrainedPage>();
-      page->page = spec.page;
-      page->number = static_cast<std::uint32_t>(trained_.size());
-      page->dtype = spec.dtype;
-      page->gradient_dtype =
-          config_.gradient_dtype == GradientType::Fp32 ? kernels::Dtype::F32 : spec.dtype;
-      page->segments = std::move(spec.segments);
-      page->parameters = std::move(spec.parameters);
-      page->reduced = pager_->shard_of(*spec.page);
-      page->updated = config_.zero == 0 ? Range{0, spec.page->elements} : page->reduced;
-      page->gradient_range = page->updated;
-      trained_.push_back(std::move(page));
+    ModelSpec model;
+    all_or_none(control_.get(), [&] { model = describe(); });
+    if (!alone()) settings(model).require_equal(*control_);
+    std::optional<Fit> fit;
+    all_or_none(control_.get(), [&] { fit.emplace(prepare(model)); });
+    // What build() wrote goes home: once attached, it would wait in a copy for the first step().
+    for (Page* page : pages_) pager_->write_back(*page);
+    std::vector<Page*> overwritten;
+    if (!alone()) {
+      shards_->share(model.pages);
+      overwritten = start_with_values_of_rank_0(model, *fit);
     }
-    pages_ = pages;
-    std::vector<TrainedPage*> order;  // gradients come last parameter first, until more is known
-    for (auto page = trained_.rbegin(); page != trained_.rend(); ++page) {
-      order.push_back(page->get());
-    }
-    reducer_->set_order(std::move(order));  // takes its buffers before states fill the host
+    all_or_none(control_.get(), [&] {
+      place(model.pages, *fit);
+      allocate_states();
+    });
     {
       const auto lock = pager_->lock();
       for (Page* page : pages_) page->attached = true;
     }
-    check_fit(pages);
-    if (!alone()) check_equal_on_all_ranks(pages);
-    place(pages);
-    for (const auto& page : trained_) {
-      const Optimizer& rule = groups_[page->parameters[0].group];
-      const optim::StateLayout layout = updater_->layout(*page, rule);
-      page->gradient = tiers_->allocate(page->gradient_bytes(), pager_placement(config_.gradients),
-                                        pager::tag::kGradients, page->page->name);
-      page->state =
-          tiers_->allocate(layout.bytes(page->updated.size()), pager_placement(config_.optimizer),
-                           pager::tag::kOptimizer, page->page->name);
-      updater_->add(*page, rule);
-    }
-    if (early_mode() == EarlyUpdates::Mode::OnTrust) make_room_to_undo();
-    if (!alone()) control_->barrier();  // from here on others may pull
-    left_free_ = {};                    // what was left is for activations now
+    if (early_mode() != EarlyUpdates::Mode::Never) make_room_for_early_updates();
+    left_free_ = {};  // what was left is for activations now
     trace_.stepped(steps_);
-  } catch (const UserError&) {
+    return overwritten;
+  } catch (const NoneDid& stopped) {
     forget_trained();
-    if (!alone()) fail(std::current_exception());  // the others wait for this rank
+    std::rethrow_exception(stopped.error);
+  } catch (const Diverged&) {  // on all ranks, before anything has changed
+    forget_trained();
     throw;
   } catch (...) {
     forget_trained();
@@ -165,171 +95,260 @@ void Runtime::attach(const std::vector<Page*>& pages, std::vector<TrainedSpec> s
   }
 }
 
-/// What it takes to undo updates, as far as the host has room beside all that must be there. Where
-/// it has none, or states lie elsewhere, updates wait for step(): on all ranks or on none.
-void Runtime::make_room_to_undo() {
+/// Everything that needs no other rank, and moves nothing.
+Fit Runtime::prepare(ModelSpec& model) {
+  for (const Optimizer& rule : model.groups) optim::require_valid(rule);
+  groups_ = std::move(model.groups);
+  rules_.store(hash_of(groups_), std::memory_order_relaxed);
+  pages_ = model.pages;
+  add_trained(model.trained);
+  std::vector<TrainedPage*> order;  // gradients come last parameter first, until more is known
+  for (auto page = trained_.rbegin(); page != trained_.rend(); ++page) {
+    order.push_back(page->get());
+  }
+  Fit fit = plan_fit(pages_, reducer_->host_bytes(order));
+  fit.check();
+  reducer_->set_order(std::move(order));  // takes its buffers before states fill the host
+  return fit;
+}
+
+void Runtime::add_trained(std::vector<TrainedSpec>& specs) {
+  for (TrainedSpec& spec : specs) {
+    auto page = std::make_unique<TrainedPage>();
+    page->page = spec.page;
+    page->number = static_cast<std::uint32_t>(trained_.size());
+    page->dtype = spec.dtype;
+    page->gradient_dtype =
+        config_.gradient_dtype == GradientType::Fp32 ? kernels::Dtype::F32 : spec.dtype;
+    page->segments = std::move(spec.segments);
+    page->parameters = std::move(spec.parameters);
+    page->reduced = pager_->shard_of(*spec.page);
+    page->updated = config_.zero == 0 ? Range{0, spec.page->elements} : page->reduced;
+    page->gradient_range = page->updated;
+    trained_.push_back(std::move(page));
+  }
+}
+
+/// What would make ranks diverge if it differed. Budgets, places, threads and the number of
+/// micro-batches may.
+Settings Runtime::settings(const ModelSpec& model) const {
+  Settings out;
+  for (const char* key : {"zero", "gradient_dtype", "reduction", "clip", "clip_ahead", "loss_scale",
+                          "loss_scale_initial", "loss_scale_minimum", "loss_scale_window", "master",
+                          "moments", "seed", "bucket", "initial"}) {
+    out.add(key, config_.get(key));
+  }
+  out.add("the number of parameters", std::to_string(model.pages.size()));
+  std::vector<const TrainedSpec*> trained(model.pages.size());
+  for (const TrainedSpec& spec : model.trained) {
+    const auto at = std::find(model.pages.begin(), model.pages.end(), spec.page);
+    trained[static_cast<std::size_t>(at - model.pages.begin())] = &spec;
+  }
+  for (std::size_t i = 0; i < model.pages.size(); ++i) {
+    std::string groups;
+    if (trained[i] != nullptr) {
+      for (const optim::TrainedParameter& parameter : trained[i]->parameters) {
+        groups += fmt::format("{}{}", groups.empty() ? "" : ", ", parameter.group);
+      }
+    }
+    const Page& page = *model.pages[i];
+    out.add(fmt::format("parameter {}", i),
+            fmt::format("'{}' ({} elements of {} bytes, {})", page.name, page.elements,
+                        page.element_size,
+                        trained[i] == nullptr ? "not trained" : "trained in group " + groups));
+  }
+  out.add("the number of groups", std::to_string(model.groups.size()));
+  for (std::size_t i = 0; i < model.groups.size(); ++i) {
+    out.add(fmt::format("the optimizer of group {}", i), text_of(model.groups[i]));
+  }
+  return out;
+}
+
+void Runtime::allocate_states() {
+  for (const auto& page : trained_) {
+    const Optimizer& rule = groups_[page->parameters[0].group];
+    const optim::StateLayout layout = updater_->layout(*page, rule);
+    page->gradient = tiers_->allocate(page->gradient_bytes(), pager_placement(config_.gradients),
+                                      pager::tag::kGradients, page->page->name);
+    page->state =
+        tiers_->allocate(layout.bytes(page->updated.size()), pager_placement(config_.optimizer),
+                         pager::tag::kOptimizer, page->page->name);
+    updater_->add(*page, rule);
+  }
+}
+
+/// What early updates take beside gradients and states, as far as the host has room beside all that
+/// must be there. Where it has none, or states lie elsewhere, updates wait for step().
+void Runtime::make_room_for_early_updates() {
+  const bool reversible = early_mode() == EarlyUpdates::Mode::Reversible;
   Bytes expected = 0;
   for (const auto& page : trained_) {
-    if (const auto bytes = updater_->undo_bytes(*page)) {
-      expected += bytes->state + bytes->parameters;
+    if (const auto bytes = updater_->early_bytes(*page, reversible)) {
+      expected += bytes->spare + bytes->next;
     }
   }
-  tiers_->host().expect(pager::tag::kUndo, expected);
-  const auto in_wait =
-      tiers_->budget(Tier::Host)
-          .try_reserve(gradients_in_wait(pages_, alone()).bytes, pager::tag::kGradients);
-  std::vector<std::uint64_t> cannot(trained_.size(), 1);
+  if (expected > 0) tiers_->host().expect(pager::tag::kEarly, expected);
+  const std::vector<Bytes> waiting = gradients_in_wait(pages_, alone());
+  const auto in_wait = tiers_->budget(Tier::Host)
+                           .try_reserve(std::accumulate(waiting.begin(), waiting.end(), Bytes{0}),
+                                        pager::tag::kGradients);
+  std::vector<std::uint64_t> cannot(trained_.size());
   // The gradients that come first gain most.
-  for (auto last = trained_.rbegin(); last != trained_.rend() && in_wait; ++last) {
+  for (auto last = trained_.rbegin(); last != trained_.rend(); ++last) {
     TrainedPage& page = **last;
     const auto on_host = [&](Bytes bytes) {
-      return tiers_->try_allocate_on_host(bytes, pager::tag::kUndo, page.page->name);
+      return tiers_->try_allocate_on_host(bytes, pager::tag::kEarly, page.page->name);
     };
-    const auto bytes = updater_->undo_bytes(page);
-    auto spare = bytes ? on_host(bytes->state) : std::nullopt;
-    auto before = spare ? on_host(bytes->parameters) : std::nullopt;
-    if (!before) continue;
-    page.spare = std::move(*spare);
-    page.before = std::move(*before);
-    cannot[page.number] = 0;
+    const auto bytes = updater_->early_bytes(page, reversible);
+    if (bytes && bytes->spare + bytes->next == 0) continue;
+    auto spare = bytes && in_wait ? on_host(bytes->spare) : std::nullopt;
+    auto next = spare ? on_host(bytes->next) : std::nullopt;
+    if (!next) {
+      cannot[page.number] = 1;
+      continue;
+    }
+    if (reversible) page.spare = std::move(*spare);
+    page.next = std::move(*next);
   }
-  if (!alone()) control_->all_reduce_max(cannot);
+  if (!alone()) control_->all_reduce_max(cannot);  // one rank's no is enough
   for (const auto& page : trained_) {
-    page->can_be_undone = cannot[page->number] == 0;
-    if (page->can_be_undone) continue;
+    if (cannot[page->number] == 0) continue;
     page->spare = {};
-    page->before = {};
+    page->next = {};
   }
   const auto without = std::accumulate(cannot.begin(), cannot.end(), std::uint64_t{0});
-  if (without == 0) return;
+  if (without == 0 || !reversible) return;
   log::warn("engine",
             "clip_ahead: some updates wait for step(): their states are not in host memory, or it "
-            "has no room for what undoes them",
+            "has no room for what rolls them back",
             {{"pages", without}, {"of", trained_.size()}});
 }
 
+/// A page of which this rank has a shard stays, also if its storage dies: others may read it.
 void Runtime::forget_trained() {
   reducer_->set_order({});
   for (const auto& page : trained_) updater_->remove(*page);
+  early_->forget();
   trained_.clear();
   const auto lock = pager_->lock();
-  for (Page* page : pages_) page->attached = false;
+  for (Page* page : pages_) page->attached = !page->whole_home();
   pages_.clear();
 }
 
-void Runtime::detach() {
-  settle();
-  early_->step_begins(trained_, true);  // what a backward without its step has begun
-  forget_trained();
+void Runtime::release(const std::function<void()>& copy) {
+  const Whereabouts::Inside inside(whereabouts_, in_call(Call::Release).where());
+  meet(in_call(Call::Release));
+  try {
+    settle();  // what early updates have computed was never seen, and is forgotten
+    check_order();
+    // Nobody forgets anything before all have what they need of it.
+    all_or_none(control_.get(), copy);
+    forget_trained();
+  } catch (const NoneDid& stopped) {  // none has changed anything
+    std::rethrow_exception(stopped.error);
+  } catch (const UserError&) {  // updates have begun, on all ranks
+    throw;
+  } catch (...) {
+    fail_and_throw();
+  }
+}
+
+void Runtime::drop(Page& page) {
+  if (shards_ != nullptr) shards_->unshare(page);
+  pager_->drop(page);
 }
 
 /// Law 2: a plan that cannot fit fails before step 1 and says what would make it fit.
-void Runtime::check_fit(const std::vector<Page*>& pages) {
-  Need parameters{"parameters", pager_placement(config_.parameters)};
-  Need gradients{"gradients", pager_placement(config_.gradients)};
-  Need states{"optimizer", pager_placement(config_.optimizer)};
-  Bytes held = 0;  // homes that pages have now and that count as free
-  Bytes held_nvme = 0;
-  const Page* largest = nullptr;
+Fit Runtime::plan_fit(const std::vector<Page*>& pages, Bytes buffers) {
+  Fit fit(*tiers_);
+  fit.need_buffers(buffers);
+  fit.parameters.placement = pager_placement(config_.parameters);
+  fit.gradients.placement = pager_placement(config_.gradients);
+  fit.optimizer.placement = pager_placement(config_.optimizer);
   for (const Page* page : pages) {
     const Range range = config_.zero == 3 ? pager_->shard_of(*page) : Range{0, page->elements};
-    parameters.add(range.size() * page->element_size);
-    if (page->home.tier() == Tier::Host) held += page->home.size();
-    if (page->home.tier() == Tier::Nvme) {
-      held_nvme += pager::Tiers::nvme_bytes(page->home.size());
-    }
-    if (largest == nullptr || page->bytes() > largest->bytes()) largest = page;
+    fit.parameters.pages.push_back(range.size() * page->element_size);
+    fit.hold(page->home);
+    fit.need_page(page->name, page->bytes());
   }
   for (const auto& page : trained_) {
-    gradients.add(page->gradient_bytes());
     const Optimizer& rule = groups_[page->parameters[0].group];
     for (const optim::TrainedParameter& parameter : page->parameters) {
       PAGODA_REQUIRE_EQ(groups_[parameter.group].index(), rule.index(),
                         "parameters that share the storage '{}' need one kind of optimizer",
                         page->page->name);
     }
-    states.add(updater_->layout(*page, rule).bytes(page->updated.size()));
-    PAGODA_REQUIRE_LE(page->page->bytes(), tiers_->gradient_staging(),
-                      "the gradient of '{}' ({}) does not fit into the part of the device budget "
-                      "that gradients may take ({}); raise device_budget or gradient_staging",
-                      page->page->name, format_bytes(page->page->bytes()),
-                      format_bytes(tiers_->gradient_staging()));
+    fit.gradients.pages.push_back(page->gradient_bytes());
+    fit.optimizer.pages.push_back(updater_->layout(*page, rule).bytes(page->updated.size()));
+    fit.need_gradient(page->page->name, page->page->bytes());
   }
-  const device::ArenaStats arena = tiers_->arena().stats();
-  if (largest != nullptr && largest->bytes() > arena.capacity) {
-    throw UserError(fmt::format(
-        "the parameter '{}' alone takes {}, and the device budget has {} for pages; raise "
-        "device_budget",
-        largest->name, format_bytes(largest->bytes()), format_bytes(arena.capacity)));
+  fit.waiting.pages = gradients_in_wait(pages, alone());
+  // Where there is room for all of them, operators need not wait for any.
+  const bool whole = config_.zero != 3 || alone();
+  if (whole && fit.parameters.placement == PagerPlacement::Auto && fit.parameters_fit_on_device()) {
+    fit.parameters.placement = PagerPlacement::Device;
   }
-  std::vector<Need> needs = {parameters, gradients, states};
-  if (const Need in_wait = gradients_in_wait(pages, alone()); in_wait.bytes > 0) {
-    needs.push_back(in_wait);
-  }
-  fit(needs, {arena.capacity, arena.capacity},
-      {tiers_->budget(Tier::Host).limit(), tiers_->budget(Tier::Host).available() + held},
-      {tiers_->budget(Tier::Nvme).limit(), tiers_->budget(Tier::Nvme).available() + held_nvme},
-      tiers_->swap() != nullptr);
-  for (const auto& [need, tag] : {std::pair{&gradients, pager::tag::kGradients},
-                                  std::pair{&states, pager::tag::kOptimizer}}) {
+  for (const auto& [need, tag] : {std::pair{&fit.gradients, pager::tag::kGradients},
+                                  std::pair{&fit.optimizer, pager::tag::kOptimizer}}) {
     const bool on_host =
         need->placement != PagerPlacement::Nvme && need->placement != PagerPlacement::Device;
-    if (on_host) tiers_->host().expect(tag, need->blocks);
+    Bytes blocks = 0;
+    for (const Bytes page : need->pages) blocks += pager::Tiers::nvme_bytes(page);
+    if (on_host) tiers_->host().expect(tag, blocks);
   }
+  return fit;
 }
 
-void Runtime::check_equal_on_all_ranks(const std::vector<Page*>& pages) {
-  struct Sum {
-    std::uint64_t elements;
-    std::uint64_t contents;
-  };
-  std::vector<Sum> mine;
-  std::vector<std::byte> buffer(config_.staging);
-  for (Page* page : pages) {
-    pager_->write_back(*page);
-    std::uint64_t contents = 0;
-    for (Bytes at = 0; at < page->bytes();) {
-      const std::span piece(buffer.data(), std::min<Bytes>(buffer.size(), page->bytes() - at));
-      tiers_->read(page->home, at, piece);
-      contents = contents * 0x9E3779B97F4A7C15U + io::checksum(piece);
-      at += piece.size();
+/// DDP's rule: what rank 0 has is what training starts from. Returns the pages that were changed
+/// here.
+std::vector<Page*> Runtime::start_with_values_of_rank_0(const ModelSpec& model, const Fit& fit) {
+  for (Page* page : model.pages) pager_->fill_blank(*page);
+  std::vector<BufferSpec> buffers;
+  if (equal_buffers(model.buffers, *control_)) buffers = model.buffers;
+  InitialValues values(*control_, *pager_);
+  values.compare(model.pages, buffers, config_.staging);
+  if (values.differing() == 0) return {};
+  if (config_.initial == Initial::Check) {
+    throw Diverged(fmt::format(
+        "ranks start with other values than rank 0: {}. Seed the ranks alike before the model is "
+        "built, load the same weights, or leave it to rank 0 (initial=\"broadcast\")",
+        values.text()));
+  }
+  std::vector<Page*> here = values.differing_here();
+  const bool shards = config_.zero == 3;
+  all_or_none(control_.get(), [&] {
+    for (Page* page : here) {
+      PAGODA_REQUIRE(pager_->evict(*page) || page->fixed,
+                     "parameter '{}' is pinned, and gets rank 0's values: end the pin before "
+                     "attach()",
+                     page->name);
     }
-    mine.push_back({page->elements, contents});
+    // What this rank keeps comes into what it keeps it in. Rank 0 needs whole pages until then.
+    if (shards && rank() != 0) place(model.pages, fit);
+  });
+  values.send(shards);
+  values.send_buffers();
+  if (rank() == 0) {
+    log::warn("engine", "ranks started with different values: all have those of rank 0 now",
+              {{"differed", values.text()}});
   }
-  std::array<std::uint64_t, 1> count = {pages.size()};
-  control_->all_reduce_max(count);
-  PAGODA_REQUIRE_EQ(pages.size(), count[0], "ranks have models of different numbers of parameters");
-  std::vector<Sum> first = mine;
-  control_->broadcast(std::as_writable_bytes(std::span(first)), 0);
-  std::uint64_t differing = 0;
-  const Page* where = nullptr;
-  for (std::size_t i = 0; i < mine.size(); ++i) {
-    if (mine[i].elements == first[i].elements && mine[i].contents == first[i].contents) continue;
-    ++differing;
-    if (where == nullptr) where = pages[i];
-  }
-  PAGODA_REQUIRE(differing == 0,
-                 "rank {} starts with other values than rank 0 in {} of {} parameters, '{}' first: "
-                 "seed the ranks alike before the model is built, or load the same weights",
-                 world_->rank(), differing, mine.size(), where->name);
-  control_->barrier();
+  return here;
 }
 
-void Runtime::place(const std::vector<Page*>& pages) {
-  const PagerPlacement wanted = pager_placement(config_.parameters);
+void Runtime::place(const std::vector<Page*>& pages, const Fit& fit) {
+  const PagerPlacement wanted = fit.parameters.placement;
+  // What is placed on the device takes room that pages have which are only there by chance.
+  const auto there = [](const StateNeed& state) {
+    return state.placement == PagerPlacement::Device;
+  };
+  if (there(fit.parameters) || there(fit.gradients) || there(fit.optimizer)) {
+    for (Page* page : pages) pager_->evict(*page);
+  }
   if (config_.zero == 3 && !alone()) {
     for (Page* page : pages) pager_->set_home_range(*page, pager_->shard_of(*page), wanted);
     return;
   }
-  Bytes all = 0;
-  for (const Page* page : pages) all += align_up(page->bytes(), 512);
-  const bool fits = all <= tiers_->arena().stats().capacity;
-  PAGODA_REQUIRE(fits || wanted != PagerPlacement::Device,
-                 "parameters on the device need {} and the device budget has {} for pages; raise "
-                 "device_budget or place them on the host",
-                 format_bytes(all), format_bytes(tiers_->arena().stats().capacity));
-  if (wanted != PagerPlacement::Device && !(wanted == PagerPlacement::Auto && fits)) return;
-  for (Page* page : pages) pager_->evict(*page);
+  if (wanted != PagerPlacement::Device) return;
   for (Page* page : pages) pager_->fix(*page);
 }
 

@@ -2,14 +2,24 @@
 #include "pagoda/engine/backend.h"
 
 #include <algorithm>
-#include <filesystem>
+#include <cerrno>
+#include <charconv>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <map>
 #include <string>
+#include <system_error>
+
+#include <sys/stat.h>
+#include <sys/statvfs.h>
 
 #include "pagoda/base/error.h"
 #include "pagoda/device/cuda/cuda_device.h"
 #include "pagoda/device/emulated/emulated_device.h"
 #include "pagoda/device/host/host_device.h"
 #include "pagoda/device/ordering_checker.h"
+#include "pagoda/engine/host_need.h"
 
 namespace pagoda::engine {
 namespace {
@@ -22,16 +32,58 @@ std::shared_ptr<device::OrderingChecker> checker(const Config& config) {
   return std::make_shared<device::OrderingChecker>();
 }
 
-Bytes free_space(const std::vector<std::string>& directories) {
-  Bytes sum = 0;
+/// What the directories' file systems have, each of them once.
+struct FileSystem {
+  Bytes free = 0;
+  Bytes directories = 0;  // on it
+};
+
+std::map<dev_t, FileSystem> file_systems(const std::vector<std::string>& directories) {
+  std::map<dev_t, FileSystem> out;
   for (const std::string& directory : directories) {
-    std::error_code error;
-    const auto space = std::filesystem::space(directory, error);
-    PAGODA_REQUIRE(!error, "the swap directory '{}' cannot be used: {}", directory,
-                   error.message());
-    sum += space.available;
+    struct stat info {};
+    struct statvfs disk {};
+    const bool there = ::stat(directory.c_str(), &info) == 0;
+    if (!there || ::statvfs(directory.c_str(), &disk) != 0) {
+      throw UserError(fmt::format("nvme = '{}' cannot be used: {}", directory,
+                                  std::generic_category().message(errno)));
+    }
+    if (!S_ISDIR(info.st_mode)) {
+      throw UserError(fmt::format("nvme = '{}' cannot be used: it is not a directory", directory));
+    }
+    FileSystem& system = out[info.st_dev];
+    system.free = static_cast<Bytes>(disk.f_bavail) * disk.f_frsize;
+    ++system.directories;
   }
-  return sum;
+  return out;
+}
+
+/// Half of what is free, shared by the ranks of this machine. Every directory gets a file of the
+/// same size, so the file system with the least for each of its directories decides.
+Bytes default_nvme_budget(const std::vector<std::string>& directories, int ranks_here) {
+  Bytes each = std::numeric_limits<Bytes>::max();
+  for (const auto& [id, system] : file_systems(directories)) {
+    each = std::min(each, system.free / 2 / system.directories / static_cast<Bytes>(ranks_here));
+  }
+  const Bytes sum = each * directories.size();
+  return sum - sum % pager::Tiers::kNvmeBlock;
+}
+
+Bytes nvme_capacity(const Config& config, int ranks_here) {
+  const Bytes most = default_nvme_budget(config.nvme, ranks_here);  // also looks at each of them
+  const Bytes capacity =
+      config.nvme_budget == 0 ? most : align_down(config.nvme_budget, pager::Tiers::kNvmeBlock);
+  if (capacity > 0) return capacity;
+  if (config.nvme_budget != 0) {
+    throw UserError(
+        fmt::format("nvme_budget = '{}' is less than one block of a file: raise "
+                    "nvme_budget to at least {}",
+                    config.get("nvme_budget"), format_bytes(pager::Tiers::kNvmeBlock)));
+  }
+  throw UserError(
+      fmt::format("nvme = '{}' has no room for files: make some, or name other "
+                  "directories",
+                  config.get("nvme")));
 }
 
 }  // namespace
@@ -51,7 +103,12 @@ std::shared_ptr<device::Device> make_device(const Config& config) {
   if (const auto colon = config.device.find(':'); colon != std::string::npos) {
     options.index = std::stoi(config.device.substr(colon + 1));
   }
-  return device::cuda::make_device(options);
+  try {
+    return device::cuda::make_device(options);
+  } catch (const UserError& error) {
+    throw UserError(fmt::format("device = '{}' cannot be used: {}; set device to cpu, or to auto",
+                                config.device, error.message()));
+  }
 }
 
 pager::Placement pager_placement(Placement placement) {
@@ -68,28 +125,48 @@ pager::Placement pager_placement(Placement placement) {
   return pager::Placement::Auto;
 }
 
+int ranks_here(int ranks) {
+  const char* text = std::getenv("LOCAL_WORLD_SIZE");
+  int here = 0;
+  if (text == nullptr) return ranks;
+  const char* const end = text + std::strlen(text);
+  const auto parsed = std::from_chars(text, end, here);
+  const bool number = parsed.ec == std::errc() && parsed.ptr == end;
+  return number && here >= 1 && here <= ranks ? here : ranks;
+}
+
 pager::Tiers::Options tiers_options(const Config& config,
-                                    const std::shared_ptr<device::Device>& device) {
+                                    const std::shared_ptr<device::Device>& device, int ranks) {
   pager::Tiers::Options options;
   options.device = device;
   options.device_budget =
       config.device_budget != 0 ? config.device_budget : device->memory_info().free / 2;
+  options.gradient_share = config.gradient_staging != 0 ? 0 : kGradientShare;
   options.gradient_staging = config.gradient_staging != 0 ? config.gradient_staging
                                                           : options.device_budget / kGradientShare;
-  PAGODA_REQUIRE_LT(options.gradient_staging, options.device_budget,
-                    "gradient_staging leaves nothing of device_budget for pages");
+  if (options.device_budget < options.gradient_staging + pager::Tiers::kDeviceBlock) {
+    throw UserError(fmt::format(
+        "device_budget = {}{} has no room for pages beside the {} of gradient_staging: raise "
+        "device_budget to at least {}, or lower gradient_staging",
+        format_bytes(options.device_budget),
+        config.device_budget == 0 ? " (half of what is free)" : "",
+        format_bytes(options.gradient_staging),
+        format_bytes_up(pager::Tiers::least_device_budget(options, 1, 0))));
+  }
   options.host_budget = config.host_budget != 0 ? config.host_budget : kNoLimit;
   for (const std::string& directory : config.nvme) options.swap.directories.emplace_back(directory);
-  if (!config.nvme.empty()) {
-    options.swap.capacity =
-        config.nvme_budget != 0 ? config.nvme_budget : free_space(config.nvme) / 2;
-    options.swap.capacity -= options.swap.capacity % pager::Tiers::kNvmeBlock;
-  }
+  if (!config.nvme.empty()) options.swap.capacity = nvme_capacity(config, ranks_here(ranks));
   options.swap.checksums = config.checksums;
   options.swap.direct = config.direct;
   options.swap.engine = config.io_engine;
   options.swap.faults = config.faults;
   return options;
+}
+
+std::unique_ptr<pager::Tiers> make_tiers(const Config& config,
+                                         const std::shared_ptr<device::Device>& device, int ranks) {
+  check_host_budget(config, device->kind(), ranks);
+  return std::make_unique<pager::Tiers>(tiers_options(config, device, ranks));
 }
 
 }  // namespace pagoda::engine

@@ -19,8 +19,15 @@ std::shared_ptr<device::Device> make_device(const Config& config);
 /// The configuration's word for a place, as the pager says it.
 pager::Placement pager_placement(Placement placement);
 
+/// How many of the ranks are on this machine, as torchrun says; all, where nobody says it.
+int ranks_here(int ranks);
+
 /// Budgets and swap space of one rank, with what the configuration leaves open filled in.
 pager::Tiers::Options tiers_options(const Config& config,
-                                    const std::shared_ptr<device::Device>& device);
+                                    const std::shared_ptr<device::Device>& device, int ranks);
+
+/// The tiers themselves. A UserError says which key has how much, and how much it needs.
+std::unique_ptr<pager::Tiers> make_tiers(const Config& config,
+                                         const std::shared_ptr<device::Device>& device, int ranks);
 
 }  // namespace pagoda::engine

@@ -11,6 +11,12 @@ enum class Placement {
   Nvme,    ///< files in the directories of `nvme`
 };
 
+/// What attach() does about parameters and buffers that ranks start with different values of.
+enum class Initial {
+  Broadcast,  ///< rank 0's values are everyone's
+  Check,      ///< an error that names the first
+};
+
 /// The type in which gradients of several micro-batches are added up.
 enum class GradientType {
   Parameter,  ///< that of the parameter

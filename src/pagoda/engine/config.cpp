@@ -6,7 +6,7 @@
 
 #include "pagoda/base/error.h"
 #include "pagoda/engine/config_field.h"
-#include "pagoda/optim/updater.h"
+#include "pagoda/pager/tiers.h"
 
 namespace pagoda {
 namespace {
@@ -33,31 +33,27 @@ void check_nvme(const Config& config) {
   for (const std::string& directory : config.nvme) {
     if (directory.empty()) throw UserError("nvme holds an empty directory name; leave it out");
     if (!seen.insert(std::filesystem::path(directory).lexically_normal()).second) {
-      throw UserError(fmt::format("nvme names '{}' twice; one file goes into each", directory));
+      throw UserError(fmt::format("nvme names '{}' twice: leave one of them out", directory));
     }
   }
 }
 
-/// What is part of a budget fits into it.
+/// What is part of a budget leaves something of it. What the host must have room for depends on
+/// the device, too: host_need.h.
 void check_budgets(const Config& config) {
-  const auto fits = [&](const char* part, Bytes bytes, const char* whole, Bytes budget) {
-    if (budget != 0 && bytes > budget) {
-      throw UserError(fmt::format("{} ({}) is more than {} = '{}'; lower it or raise {}", part,
-                                  format_bytes(bytes), whole, config.get(whole), whole));
-    }
-  };
-  if (config.device_limit) {
-    PAGODA_REQUIRE_GT(*config.device_limit, 0U, "device_limit takes bytes above 0, or none");
-    fits("device_budget", config.device_budget, "device_limit", *config.device_limit);
+  if (config.device_limit && config.device_budget > *config.device_limit) {
+    throw UserError(fmt::format(
+        "device_budget = '{}' is more than device_limit = '{}': lower it, or raise device_limit "
+        "to at least {}",
+        config.get("device_budget"), config.get("device_limit"),
+        format_bytes_up(config.device_budget)));
   }
-  fits("gradient_staging", config.gradient_staging, "device_budget", config.device_budget);
-  fits("activation_reserve", config.activation_reserve, "host_budget", config.host_budget);
-  fits("staging", config.staging, "host_budget", config.host_budget);
-  if (!config.nvme.empty()) {
-    fits("five times update_chunk times update_buffers (four of them)",
-         optim::UpdateChunk::kArrays * config.update_chunk *
-             std::min(config.update_buffers, optim::Updater::kLeastBuffers),
-         "host_budget", config.host_budget);
+  if (config.device_budget != 0 && config.gradient_staging >= config.device_budget) {
+    throw UserError(fmt::format(
+        "gradient_staging = '{}' leaves nothing of device_budget = '{}' for pages: lower it, or "
+        "raise device_budget to at least {}",
+        config.get("gradient_staging"), config.get("device_budget"),
+        format_bytes_up(config.gradient_staging + pager::Tiers::kDeviceBlock)));
   }
 }
 
@@ -76,26 +72,19 @@ void Config::validate() const {
   Config copy = *this;
   for (const ConfigField& field : config_fields()) set_field(copy, field, field.print(*this));
 
-  constexpr Bytes kLeastChunk = 4_KiB;
-  const std::pair<const char*, Bytes> chunks[] = {{"update_chunk", update_chunk},
-                                                  {"bucket", bucket}};
-  for (const auto& [name, bytes] : chunks) {
-    if (bytes < kLeastChunk || bytes > (Bytes{1} << 40)) {
-      throw UserError(
-          fmt::format("{} = '{}' is not allowed: it takes 4KiB to 1TiB", name, get(name)));
-    }
-  }
   check_nvme(*this);
   check_budgets(*this);
   if (loss_scale_minimum > loss_scale_initial) {
-    throw UserError(fmt::format("loss_scale_minimum = '{}' is above loss_scale_initial = '{}'",
-                                loss_scale_minimum, loss_scale_initial));
+    throw UserError(
+        fmt::format("loss_scale_minimum = '{}' is above loss_scale_initial = '{}': lower it, or "
+                    "raise loss_scale_initial to at least {}",
+                    loss_scale_minimum, loss_scale_initial, loss_scale_minimum));
   }
   if (heartbeat * 2 > timeout) {
-    throw UserError(
-        fmt::format("heartbeat = '{}' is more than half of timeout = '{}': one lost sign of life "
-                    "would end the run",
-                    heartbeat, timeout));
+    throw UserError(fmt::format(
+        "heartbeat = '{}' is more than half of timeout = '{}', so one lost sign of life "
+        "would end the run: lower it, or raise timeout to at least {}",
+        heartbeat, timeout, 2 * heartbeat));
   }
 }
 

@@ -52,6 +52,7 @@ struct Config {
   Placement gradients = Placement::Auto;
   Placement optimizer = Placement::Auto;
   unsigned zero = 3;
+  Initial initial = Initial::Broadcast;
 
   // What a step computes.
   unsigned accumulation = 1;

@@ -27,33 +27,52 @@ Number parse_number(std::string_view text) {
   return value;
 }
 
-ConfigField bytes(const char* name, Bytes Config::*member, std::string help) {
-  return {name,
-          "bytes",
-          std::move(help),
-          JsonForm::NumberOrText,
-          [member](Config& config, std::string_view text) { config.*member = parse_bytes(text); },
-          [member](const Config& config) {
-            // Exactly, and readable where that is possible.
-            const Bytes value = config.*member;
-            const std::string readable = format_bytes(value);
-            const bool exact = value >= 1_KiB && readable.find('.') == std::string::npos;
-            return exact ? readable : fmt::format("{}", value);
-          }};
+// More than any machine has, and sums of such sizes do not wrap around.
+constexpr Bytes kMostBytes = Bytes{1} << 60;
+
+/// A size between two others.
+Bytes parse_bytes_between(std::string_view text, Bytes least, Bytes most) {
+  const Bytes value = parse_bytes(text);
+  if (value < least) throw UserError("it is too small");
+  if (value > most) throw UserError(fmt::format("it is more than {}", format_bytes(most)));
+  return value;
+}
+
+/// Exactly, and readable where that is possible.
+std::string print_bytes(Bytes value) {
+  const std::string readable = format_bytes(value);
+  const bool exact = value >= 1_KiB && readable.find('.') == std::string::npos;
+  return exact ? readable : fmt::format("{}", value);
+}
+
+ConfigField bytes(const char* name, Bytes Config::*member, std::string help, Bytes least = 0,
+                  Bytes most = kMostBytes) {
+  const bool open = least == 0 && most == kMostBytes;
+  return {
+      name,
+      open ? "bytes" : fmt::format("bytes from {} to {}", format_bytes(least), format_bytes(most)),
+      std::move(help),
+      JsonForm::NumberOrText,
+      [=](Config& config, std::string_view text) {
+        config.*member = parse_bytes_between(text, least, most);
+      },
+      [member](const Config& config) { return print_bytes(config.*member); }};
 }
 
 ConfigField optional_bytes(const char* name, std::optional<Bytes> Config::*member,
                            std::string help) {
   return {name,
-          "bytes | none",
+          "bytes above 0 | none",
           std::move(help),
           JsonForm::NumberOrText,
           [member](Config& config, std::string_view text) {
-            config.*member = text == "none" ? std::nullopt : std::optional(parse_bytes(text));
+            config.*member = text == "none"
+                                 ? std::nullopt
+                                 : std::optional(parse_bytes_between(text, 1, kMostBytes));
           },
           [member](const Config& config) {
             const auto& value = config.*member;
-            return value ? fmt::format("{}", *value) : std::string("none");
+            return value ? print_bytes(*value) : std::string("none");
           }};
 }
 
@@ -75,15 +94,19 @@ ConfigField whole(const char* name, Number Config::*member, Number least, Number
           [member](const Config& config) { return fmt::format("{}", config.*member); }};
 }
 
-ConfigField real(const char* name, double Config::*member, bool zero, std::string help) {
+ConfigField real(const char* name, double Config::*member, bool zero, std::string help,
+                 double most = std::numeric_limits<double>::max()) {
+  std::string type = zero ? "number from 0" : "number above 0";
+  if (most < std::numeric_limits<double>::max()) type += fmt::format(" to {}", most);
   return {name,
-          zero ? "number from 0" : "number above 0",
+          std::move(type),
           std::move(help),
           JsonForm::Number,
           [=](Config& config, std::string_view text) {
             const auto value = parse_number<double>(text);
             if (!std::isfinite(value)) throw UserError("it is not finite");
             if (value < 0 || (value == 0 && !zero)) throw UserError("it is too small");
+            if (value > most) throw UserError("it is too large");
             config.*member = value;
           },
           [member](const Config& config) { return fmt::format("{}", config.*member); }};
@@ -196,6 +219,10 @@ ConfigField loss_scale(const char* name, LossScale Config::*member, std::string 
 std::vector<ConfigField> make_fields() {
   constexpr unsigned kMost = std::numeric_limits<unsigned>::max();
   constexpr unsigned kThreads = 1024;
+  constexpr Bytes kLeastPiece = 4_KiB;
+  constexpr Bytes kLeastStaging = 16_KiB;  // a block of gradients whose norm is taken, in fp32
+  constexpr Bytes kMostPiece = 1024_GiB;
+  constexpr double kMostSeconds = 1e9;  // what nanoseconds can count
   const Words<Placement> places = {{Placement::Auto, "auto"},
                                    {Placement::Device, "device"},
                                    {Placement::Host, "host"},
@@ -220,6 +247,10 @@ std::vector<ConfigField> make_fields() {
       choice(PAGODA_FIELD(optimizer), places, "Where master weights and moments lie"),
       whole(PAGODA_FIELD(zero), 0U, 3U,
             "What ranks share out: 1 optimizer state, 2 gradients too, 3 parameters too"),
+      choice(PAGODA_FIELD(initial),
+             Words<Initial>{{Initial::Broadcast, "broadcast"}, {Initial::Check, "check"}},
+             "What attach does where ranks start with different values: broadcast takes rank 0's, "
+             "check is an error"),
       whole(PAGODA_FIELD(accumulation), 1U, kMost, "Micro-batches in a step"),
       choice(
           PAGODA_FIELD(gradient_dtype),
@@ -268,18 +299,23 @@ std::vector<ConfigField> make_fields() {
       bytes(
           PAGODA_FIELD(update_chunk),
           "fp32 masters of one buffer, which has room for all that belongs to them: state is read, "
-          "updated and written so much at a time"),
+          "updated and written so much at a time",
+          kLeastPiece, kMostPiece),
       whole(PAGODA_FIELD(update_buffers), 2U, kThreads,
             "Chunks of optimizer state in memory at a time; fewer, but four, where they were more "
             "than an eighth of host_budget"),
       bytes(PAGODA_FIELD(staging),
-            "Host memory of each fetch thread, between files, ranks and device"),
+            "Host memory of each fetch thread, between files, ranks and device", kLeastStaging,
+            kMostPiece),
       bytes(PAGODA_FIELD(lookup_in_place),
             "An embedding at least so large is read row by row where it lies in host memory, its "
             "rows updated before the rest; 0: always fetched whole"),
-      bytes(PAGODA_FIELD(bucket), "Gradients that ranks reduce at a time"),
-      real(PAGODA_FIELD(timeout), false, "Seconds after which a silent rank is taken for lost"),
-      real(PAGODA_FIELD(heartbeat), false, "Seconds between signs of life of a rank"),
+      bytes(PAGODA_FIELD(bucket), "Gradients that ranks reduce at a time", kLeastPiece, kMostPiece),
+      real(PAGODA_FIELD(timeout), false,
+           "Seconds after which a silent rank is taken for lost, and one that does nothing while "
+           "others wait for it is an error",
+           kMostSeconds),
+      real(PAGODA_FIELD(heartbeat), false, "Seconds between signs of life of a rank", kMostSeconds),
       truth(PAGODA_FIELD(check_order), "Check that every access of device memory is ordered; slow"),
       text_field(PAGODA_FIELD(trace), "path", nullptr,
                  "File for a trace of what happened when, for ui.perfetto.dev; empty: none"),

@@ -36,13 +36,13 @@ json parse_object(std::string_view text) {
 }
 
 [[noreturn]] void reject(const ConfigField& field, const json& value, const char* form) {
-  throw UserError(fmt::format("{} = {} is not allowed: JSON has {} here; it takes {}", field.name,
+  throw UserError(fmt::format("{} = {} is not allowed: it must be {}; it takes {}", field.name,
                               value.dump(), form, field.type));
 }
 
 std::vector<std::string> read_list(const ConfigField& field, const json& value) {
   if (value.is_string()) return {value.get<std::string>()};
-  if (!value.is_array()) reject(field, value, "a list of texts, or one text,");
+  if (!value.is_array()) reject(field, value, "a list of texts, or one text");
   std::vector<std::string> items;
   for (const json& item : value) {
     if (!item.is_string()) reject(field, value, "a list of texts");

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "pagoda/engine/early_updates.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "pagoda/base/error.h"
@@ -16,118 +17,181 @@ EarlyUpdates::EarlyUpdates(pager::Pager& pager, optim::Updater& updater, Mode mo
     : pager_(pager), updater_(updater), beginning_(std::move(beginning)), mode_(mode) {}
 
 void EarlyUpdates::set_mode(Mode mode) {
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   mode_ = mode;
+  habits_.clear();
+}
+
+bool EarlyUpdates::given_up() const {
+  const Lock lock(mutex_);
+  return mode_ == Mode::Never;
+}
+
+void EarlyUpdates::give_up() {
+  const Lock lock(mutex_);
+  mode_ = Mode::Never;
+}
+
+/// From the beginning of a step's last pass until step().
+bool EarlyUpdates::in_window(const Lock& /*lock*/) const noexcept {
+  return mode_ != Mode::Never && (pass_ == Pass::LastOpen || pass_ == Pass::LastOver);
+}
+
+/// In the first step nothing begins: it shows what the script does in the window.
+bool EarlyUpdates::refuses(const Lock& lock) const noexcept {
+  return in_window(lock) && step_ > 1 && mode_ == Mode::Final;
+}
+
+/// Where in the window something came.
+std::string_view EarlyUpdates::when(const Lock& /*lock*/) const noexcept {
+  return pass_ == Pass::LastOpen ? "in, or after a failure of, the last backward() of a step"
+                                 : "between the last backward() of a step and step()";
+}
+
+EarlyUpdates::Habit& EarlyUpdates::habit(const TrainedPage& page, const Lock& /*lock*/) {
+  if (habits_.size() <= page.number) habits_.resize(page.number + 1);
+  return habits_[page.number];
+}
+
+void EarlyUpdates::leave_to_step(std::string_view what, Lock& lock) {
+  mode_ = Mode::Never;
+  lock.unlock();
+  log::info("engine", "updates begin in step() from now on: something came between backward and it",
+            {{"what", std::string(what)}});
+}
+
+void EarlyUpdates::require_no_window(std::string_view what) {
+  Lock lock(mutex_);
+  if (!in_window(lock)) return;
+  if (refuses(lock)) {
+    throw UserError(fmt::format(
+        "{} came {}, while its updates are made. Do it before that backward() or after step(); set "
+        "accumulation to the number of backward() calls in a step; or set early_updates to false",
+        what, when(lock)));
+  }
+  if (step_ == 1) return leave_to_step(what, lock);
+  held_back_ = true;
+  const std::vector<TrainedPage*> pages = std::exchange(begun_, {});
+  lock.unlock();  // the gradients' thread begins no other one
+  roll_back(pages);
+}
+
+void EarlyUpdates::roll_back(std::span<TrainedPage* const> pages) {
+  updater_.roll_back(pages);
+  for (const TrainedPage* page : pages) pager_.end_supersede(*page->page);
+}
+
+void EarlyUpdates::require_gradients(std::string_view what) {
+  Lock lock(mutex_);
+  if (mode_ == Mode::Reversible || !in_window(lock)) return;
+  if (refuses(lock)) {
+    throw UserError(
+        fmt::format("{} came {}, while its updates use the gradients up. Call it in the first step "
+                    "as well, or set early_updates to false",
+                    what, when(lock)));
+  }
+  leave_to_step(what, lock);
 }
 
 void EarlyUpdates::backward_begins(bool last, const std::vector<Optimizer>& rules) {
-  forbid("another backward()");
-  const std::lock_guard lock(mutex_);
+  require_no_window("another backward()");
+  const Lock lock(mutex_);
   pass_ = last ? Pass::LastOpen : Pass::Open;
+  ++passes_;
   if (last && mode_ != Mode::Never) {
     scalars_ = std::make_shared<const optim::StepScalars>(optim::StepScalars{1, rules});
   }
 }
 
-void EarlyUpdates::gradient_comes(TrainedPage& page) {
+void EarlyUpdates::gradient_comes(const TrainedPage& page) {
   {
-    const std::lock_guard lock(mutex_);
+    const Lock lock(mutex_);
     if (mode_ == Mode::Never) return;
     if (pass_ == Pass::LastOpen) {
-      if (page.first_gradient == 0) page.first_gradient = step_;
-      pager_.gradient_gone(*page.page);
-      return;
+      Habit& known = habit(page, lock);
+      if (known.first_gradient == 0) known.first_gradient = step_;
+      const bool twice = known.pass == passes_;
+      known.pass = passes_;
+      if (!twice || known.comes_twice) return;
+      known.comes_twice = true;
+      if (!refuses(lock)) return;
+      throw UserError(fmt::format(
+          "parameter '{}' got another gradient in one backward(), which it did not in the steps "
+          "before, and its update may have begun; set early_updates to false for a model whose "
+          "passes differ so",
+          page.page->name));
     }
   }
-  forbid("another backward pass");
+  require_no_window("another backward pass");
 }
 
-void EarlyUpdates::backward_ends(std::span<const std::unique_ptr<TrainedPage>> all) {
-  const std::lock_guard lock(mutex_);
-  if (pass_ != Pass::LastOpen) return;
-  pass_ = Pass::LastOver;
-  if (mode_ == Mode::Never) return;
-  for (const auto& page : all) pager_.gradient_gone(*page->page);
+void EarlyUpdates::backward_ends() {
+  const Lock lock(mutex_);
+  if (pass_ == Pass::LastOpen) pass_ = Pass::LastOver;
 }
 
-void EarlyUpdates::forbid(std::string_view what) {
-  std::unique_lock lock(mutex_);
-  if (mode_ == Mode::Never) return;
-  const bool last = pass_ == Pass::LastOpen || pass_ == Pass::LastOver;
-  if (!last && begun_ == 0) return;  // a rank without a last pass has begun what others' brought
-  answered_.wait(lock, [&] { return asked_ == 0 || failed_; });
-  if (begun_ > 0) {
-    throw UserError(fmt::format(
-        "{} came {} the last backward() of a step and before step(): its updates have begun. "
-        "Set accumulation to the number of backward() calls in a step and do what changes the step "
-        "before the last of them, or set early_updates to false",
-        what, pass_ == Pass::LastOpen ? "in, or after a failure of," : "after"));
-  }
-  mode_ = Mode::Never;
-  log::info("engine", "updates begin in step() from now on: something came between backward and it",
-            {{"what", std::string(what)}});
-}
-
-void EarlyUpdates::fail() noexcept {
-  const std::lock_guard lock(mutex_);
-  failed_ = true;
-  answered_.notify_all();
-}
-
-void EarlyUpdates::no_more_backward(const std::vector<Optimizer>& rules) {
-  const std::lock_guard lock(mutex_);
+void EarlyUpdates::step_waits(const std::vector<Optimizer>& rules) {
+  const Lock lock(mutex_);
+  in_step_ = true;
   if (mode_ == Mode::Never || pass_ == Pass::LastOver) return;
   scalars_ = std::make_shared<const optim::StepScalars>(optim::StepScalars{1, rules});
 }
 
-void EarlyUpdates::step_begins(std::span<const std::unique_ptr<TrainedPage>> all, bool clipped) {
-  const std::lock_guard lock(mutex_);
+void EarlyUpdates::step_ends(bool clipped) {
+  const Lock lock(mutex_);
   trusted_ = !clipped;
-  pass_ = Pass::None;
-  begun_ = 0;
   ++step_;
-  for (const auto& page : all) {
-    page->begun = false;
-    pager_.step_begins(*page->page);
-  }
+  end_window(lock);
 }
 
-bool EarlyUpdates::ask(TrainedPage& page, bool gave) {
-  const std::lock_guard lock(mutex_);
-  if (mode_ == Mode::Never || step_ == 1) return false;
-  if (mode_ == Mode::OnTrust && !(trusted_ && page.can_be_undone)) return false;
-  // A page that has not been through a step yet may be one that is looked at after its gradient.
-  if (gave && (page.first_gradient == 0 || page.first_gradient == step_)) return false;
-  if (!pager_.ask_early(*page.page)) return false;
-  if (mode_ == Mode::OnTrust && page.state_blank) {  // there is nothing to go back to
-    pager_.answer_early(*page.page, false);
-    return false;
+void EarlyUpdates::forget() {
+  const Lock lock(mutex_);
+  trusted_ = false;
+  step_ = 1;
+  habits_.clear();
+  end_window(lock);
+}
+
+void EarlyUpdates::end_window(const Lock& /*lock*/) {
+  held_back_ = in_step_ = false;
+  pass_ = Pass::None;
+  for (const TrainedPage* page : begun_) pager_.end_supersede(*page->page);
+  begun_.clear();
+}
+
+void EarlyUpdates::before_add(const TrainedPage& page) {
+  TrainedPage* begun = nullptr;
+  {
+    const Lock lock(mutex_);
+    const auto found = std::find(begun_.begin(), begun_.end(), &page);
+    if (found == begun_.end()) return;
+    begun = *found;
+    begun_.erase(found);
   }
-  ++asked_;
-  return true;
+  roll_back({&begun, 1});
+}
+
+bool EarlyUpdates::ask(const TrainedPage& page, bool gave) {
+  const Lock lock(mutex_);
+  if (mode_ == Mode::Never || step_ == 1 || held_back_) return false;
+  if (mode_ == Mode::Reversible && !trusted_) return false;
+  if (!gave && !in_step_) return false;  // its user may still do anything
+  const Habit& known = habit(page, lock);
+  // A page that has not been through a step yet may be one whose gradient comes twice.
+  if (known.comes_twice) return false;
+  if (gave && (known.first_gradient == 0 || known.first_gradient == step_)) return false;
+  return updater_.may_start_early(page, mode_ == Mode::Reversible);
 }
 
 void EarlyUpdates::answer(TrainedPage& page, bool yes) {
-  std::shared_ptr<const optim::StepScalars> scalars;
-  bool on_trust = false;
-  {
-    const std::lock_guard lock(mutex_);
-    scalars = scalars_;
-    on_trust = mode_ == Mode::OnTrust;
-    --asked_;
-    if (yes) ++begun_;
-    answered_.notify_all();
-  }
-  pager_.answer_early(*page.page, yes);
   if (!yes) return;
-  PAGODA_TRACE("engine", "update early", {"page", page.page->name});
-  page.begun = true;
-  for (optim::TrainedParameter& parameter : page.parameters) parameter.used = parameter.filled;
   beginning_(page);
-  pager::Page* const owing = page.page;
-  pager_.owe({&owing, 1});
-  TrainedPage* const begins = &page;
-  updater_.start({&begins, 1}, std::move(scalars), on_trust);
+  const Lock lock(mutex_);
+  if (held_back_ || mode_ == Mode::Never || !pager_.supersede(*page.page)) return;
+  PAGODA_TRACE("engine", "update early", {"page", page.page->name});
+  for (optim::TrainedParameter& parameter : page.parameters) parameter.used = parameter.filled;
+  updater_.start_early(page, scalars_, mode_ == Mode::Reversible);
+  begun_.push_back(&page);
 }
 
 }  // namespace pagoda::engine

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <condition_variable>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -17,68 +16,98 @@
 
 namespace pagoda::engine {
 
-/// Updates that begin during the last backward pass before a step.
+/// Decides which updates begin during the last backward pass before a step, and what may happen
+/// between its beginning and step(): the *window*.
 ///
-/// Where nothing global is needed, a page whose gradient is complete can be updated at once, if
-/// nobody looks at it any more before step(); where the global norm is, on trust that it will not
-/// clip, and step() undoes it if it does. Whether somebody looks is learnt from the steps
-/// before; a page or a habit of the user's that would see the difference is left to step() from
-/// then on, and one that shows only after an update has begun is an error ("During backward" in
-/// docs/notes/lazy-updates.md). All ranks decide alike: each asks here, and one no is enough.
+/// A page whose gradient is complete is updated at once, into memory that nobody reads; step()
+/// makes it visible ("Early updates" in docs/notes/lazy-updates.md). So parameters can be read in
+/// the window as ever. What would change the step is refused there, whether an update has begun or
+/// not; updates that can be rolled back are, instead. A script that does such a thing in its first
+/// step has a habit, and no update begins early from then on. Any thread.
 class EarlyUpdates {
  public:
   /// Called when a page's update is about to begin, on the gradients' thread.
   using Beginning = std::function<void(optim::TrainedPage&)>;
 
   /// Whether, and how, updates begin early.
-  enum class Mode : std::uint8_t { Never, Always, OnTrust };
+  enum class Mode : std::uint8_t {
+    Never,
+    Final,       ///< they use up the gradient, and step() takes them
+    Reversible,  ///< step() may roll them back: on trust that it does not clip
+  };
 
   EarlyUpdates(pager::Pager& pager, optim::Updater& updater, Mode mode, Beginning beginning);
 
   /// Before the first pass.
   void set_mode(Mode mode);
-  /// A backward pass begins; `last`: of its step. With these rules the updates are made.
-  void backward_begins(bool last, const std::vector<Optimizer>& rules);
-  /// A gradient of the pass is about to be handed over.
-  void gradient_comes(optim::TrainedPage& page);
-  /// The pass is over: `all` trained pages have had their turn.
-  void backward_ends(std::span<const std::unique_ptr<optim::TrainedPage>> all);
-  /// The user does `what` after the last backward has begun and before the step, which changes what
-  /// the step does. UserError if an update has begun; otherwise none begins before step() from now
-  /// on. Waits for what the ranks are being asked.
-  void forbid(std::string_view what);
-  /// The engine has failed: nobody waits for an answer any more.
-  void fail() noexcept;
-  /// Somebody waits for the gradients of all ranks: where this one had no last pass, updates are
-  /// made with these rules.
-  void no_more_backward(const std::vector<Optimizer>& rules);
-  /// step() takes over, with all gradients there. `clipped`: it does not take them as they are, so
-  /// the next is not trusted to.
-  void step_begins(std::span<const std::unique_ptr<optim::TrainedPage>> all, bool clipped);
+  /// What the ranks agree on in step(): no update begins early on one of them if another has given
+  /// it up.
+  bool given_up() const;
+  void give_up();
 
-  /// May the page be updated now? If yes, nobody may touch it until answer(). `gave`: this rank has
-  /// a gradient of it in the pass, which is its last. The gradients' thread.
-  bool ask(optim::TrainedPage& page, bool gave);
+  /// A backward pass begins; `last`: of its step. Updates are made with these rules. UserError in
+  /// the window.
+  void backward_begins(bool last, const std::vector<Optimizer>& rules);
+  /// A gradient of the pass is about to be handed over. UserError if it must not come any more.
+  void gradient_comes(const optim::TrainedPage& page);
+  void backward_ends();
+  /// The user does `what`, which changes what the step does, or looks at what an early update uses
+  /// up. In the window a UserError, or, where updates can be rolled back, that. It must not have
+  /// had an effect yet.
+  void require_no_window(std::string_view what);
+  /// The user reads gradients, which early updates that cannot be rolled back have used up.
+  void require_gradients(std::string_view what);
+  /// step() waits for the gradients of all ranks: a rank without a last pass has the same updates
+  /// as the others, with these rules.
+  void step_waits(const std::vector<Optimizer>& rules);
+  /// The model has gone, with its updates and habits.
+  void forget();
+  /// step() has taken, or rolled back, what has begun. `clipped`: it did not take gradients as they
+  /// are, so the next is not trusted to.
+  void step_ends(bool clipped);
+
+  /// A gradient is about to be added to the page's: an update that had begun is rolled back. The
+  /// gradients' thread.
+  void before_add(const optim::TrainedPage& page);
+  /// May the page be updated at the end of this round? `gave`: this rank has a gradient of it in
+  /// the pass, which is its last. The gradients' thread, as answer().
+  bool ask(const optim::TrainedPage& page, bool gave);
   /// What all ranks said.
   void answer(optim::TrainedPage& page, bool yes);
 
  private:
   /// The pass under way, or the one that was.
   enum class Pass : std::uint8_t { None, Open, LastOpen, LastOver };
+  /// What is known of a page from the steps before.
+  struct Habit {
+    std::uint64_t first_gradient = 0;  // the step of its first gradient in a last pass
+    std::uint64_t pass = 0;            // of its last gradient
+    bool comes_twice = false;          // …in one pass
+  };
+  using Lock = std::unique_lock<std::mutex>;
+
+  bool in_window(const Lock& lock) const noexcept;
+  bool refuses(const Lock& lock) const noexcept;
+  std::string_view when(const Lock& lock) const noexcept;
+  void leave_to_step(std::string_view what, Lock& lock);
+  void roll_back(std::span<optim::TrainedPage* const> pages);
+  void end_window(const Lock& lock);
+  Habit& habit(const optim::TrainedPage& page, const Lock& lock);
 
   pager::Pager& pager_;
   optim::Updater& updater_;
   const Beginning beginning_;
 
-  std::mutex mutex_;
-  std::condition_variable answered_;
-  Mode mode_;                                          // guarded by mutex_
-  bool trusted_ = false;                               // guarded by mutex_: the last did not clip
-  Pass pass_ = Pass::None;                             // guarded by mutex_
-  std::uint64_t step_ = 1;                             // guarded by mutex_: the one to come
-  std::uint64_t asked_ = 0;                            // guarded by mutex_: no answer yet
-  std::uint64_t begun_ = 0;                            // guarded by mutex_: in this step
-  bool failed_ = false;                                // guarded by mutex_
+  mutable std::mutex mutex_;
+  Mode mode_;                               // guarded by mutex_
+  bool trusted_ = false;                    // guarded by mutex_: the last did not clip
+  bool held_back_ = false;                  // guarded by mutex_: in this step none begins
+  bool in_step_ = false;                    // guarded by mutex_
+  Pass pass_ = Pass::None;                  // guarded by mutex_
+  std::uint64_t passes_ = 0;                // guarded by mutex_
+  std::uint64_t step_ = 1;                  // guarded by mutex_: the one to come
+  std::vector<optim::TrainedPage*> begun_;  // guarded by mutex_: in this step
+  std::vector<Habit> habits_;               // guarded by mutex_, by page number
   std::shared_ptr<const optim::StepScalars> scalars_;  // guarded by mutex_
 };
 

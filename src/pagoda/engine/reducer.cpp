@@ -15,7 +15,8 @@ namespace {
 using optim::TrainedPage;
 using pager::Range;
 
-constexpr Bytes kAlignment = 64;  // of every part of a message
+constexpr Bytes kAlignment = 64;   // of every part of a message
+constexpr Bytes kParking = 1_MiB;  // at a time, of a gradient that waits on disk
 
 Bytes flag_bytes(const TrainedPage& page) {
   return align_up((page.parameters.size() + 1 + 7) / 8, kAlignment);
@@ -45,28 +46,24 @@ void read_flags(const std::byte* from, std::vector<bool>& present, bool& any) {
   }
 }
 
-/// A gradient for a page whose update has begun: it fired its hook more often than ever before.
-void check_not_begun(const TrainedPage& page) {
-  if (!page.begun) return;
-  throw UserError(
-      fmt::format("parameter '{}' got another gradient after its update had begun; set "
-                  "early_updates to false for a model whose passes differ so",
-                  page.page->name));
+bool in_backward(const Collective& rank) {
+  return rank.call == Call::Backward;
 }
 
 }  // namespace
 
-Reducer::Reducer(comm::Group* group, pager::Pager& pager, optim::Gradients& gradients,
+Reducer::Reducer(Groups groups, pager::Pager& pager, optim::Gradients& gradients,
                  optim::Updater& updater, EarlyUpdates& early, Options options)
-    : group_(group),
+    : groups_(groups),
       pager_(pager),
       gradients_(gradients),
       updater_(updater),
       early_(early),
-      options_(options),
-      ranks_(group == nullptr ? 1 : group->size()),
-      rank_(group == nullptr ? 0 : group->rank()),
-      stream_(pager.tiers().device()->make_stream({.name = "gradients out"})) {
+      options_(std::move(options)),
+      ranks_(groups.calls == nullptr ? 1 : groups.calls->size()),
+      rank_(groups.calls == nullptr ? 0 : groups.calls->rank()),
+      stream_(pager.tiers().device()->make_stream({.name = "gradients out"})),
+      park_stream_(pager.tiers().device()->make_stream({.name = "park"})) {
   thread_ = std::jthread([this] {
     trace::name_thread("reduce");
     run();
@@ -85,18 +82,20 @@ Reducer::~Reducer() {
 void Reducer::set_order(std::vector<TrainedPage*> order) {
   const Lock lock(mutex_);
   PAGODA_CHECK(rounds_.empty(), "the order of gradients changes while some are on their way");
+  Plan plan = make_plan(order);
   order_ = std::move(order);
-  plan_buckets(lock);
+  buckets_ = std::move(plan.buckets);
+  take_buffers(plan.message, lock);
 }
 
 /// Cuts the round into buckets: whole shards of small pages together, large ones in pieces.
-void Reducer::plan_buckets(const Lock& /*lock*/) {
-  buckets_.clear();
+Reducer::Plan Reducer::make_plan(std::span<TrainedPage* const> order) const {
+  Plan plan;
   std::vector<Item> bucket;
   std::vector<Bytes> sizes;  // of all items
   Bytes filled = 0;
   Bytes flags = 0;
-  for (TrainedPage* page : order_) {
+  for (TrainedPage* page : order) {
     const std::uint64_t shard = pager_.sharding().of(page->elements(), 0).size();
     const Bytes size = page->page->element_size;
     flags = std::max(flags, flag_bytes(*page));
@@ -108,7 +107,7 @@ void Reducer::plan_buckets(const Lock& /*lock*/) {
       const std::uint64_t count = std::min(most, shard - done);
       const Bytes bytes = count * size * static_cast<Bytes>(ranks_);
       if (filled + bytes > options_.bucket && !bucket.empty()) {
-        buckets_.push_back(std::exchange(bucket, {}));
+        plan.buckets.push_back(std::exchange(bucket, {}));
         filled = 0;
       }
       bucket.push_back({page, done, count, done + count == shard});
@@ -117,10 +116,10 @@ void Reducer::plan_buckets(const Lock& /*lock*/) {
       done += count;
     } while (done < shard);
   }
-  if (!bucket.empty()) buckets_.push_back(std::move(bucket));
+  if (!bucket.empty()) plan.buckets.push_back(std::move(bucket));
   // One rank alone needs no messages; a GPU's gradients still need a place to arrive at.
   const bool staged = ranks_ > 1 || !pager_.tiers().device_is_host();
-  if (!staged || sizes.empty()) return;
+  if (!staged || sizes.empty()) return plan;
   // Whatever the order, a bucket is no larger than this: the buffers are taken once, at attach.
   std::sort(sizes.begin(), sizes.end());
   const Bytes data = std::max(options_.bucket, sizes.back());
@@ -133,17 +132,36 @@ void Reducer::plan_buckets(const Lock& /*lock*/) {
   }
   const Bytes all = std::accumulate(sizes.begin(), sizes.end(), Bytes{0});
   // At least a block of elements: run_alone() takes whole blocks at a time.
-  const Bytes largest = std::max<Bytes>(
+  plan.message = std::max<Bytes>(
       pager::Sharding::kBlock * sizeof(float),
       std::min(data, all) + items * static_cast<Bytes>(ranks_) * (flags + kAlignment));
-  if (largest <= buffer_bytes_) return;
+  return plan;
+}
+
+/// What buffers of that many bytes take: one for each way.
+Bytes Reducer::buffers_for(Bytes message) const {
+  const bool parks = ranks_ > 1 && !pager_.tiers().device_is_host();
+  return message == 0 ? 0 : (ranks_ > 1 ? 2 : 1) * message + (parks ? kParking : 0);
+}
+
+Bytes Reducer::host_bytes(std::span<TrainedPage* const> order) const {
+  const Bytes wanted = buffers_for(make_plan(order).message);
+  const Bytes taken = buffers_for(buffer_bytes_);
+  return wanted - std::min(wanted, taken);
+}
+
+void Reducer::take_buffers(Bytes message, const Lock& /*lock*/) {
+  if (message <= buffer_bytes_) return;
+  buffer_bytes_ = 0;
   outgoing_ = {};
   incoming_ = {};
-  outgoing_ = pager_.tiers().host().allocate(largest, pager::tag::kStaging, "gradients out");
-  if (ranks_ > 1) {
-    incoming_ = pager_.tiers().host().allocate(largest, pager::tag::kStaging, "gradients in");
+  pager::HostMemory& host = pager_.tiers().host();
+  outgoing_ = host.allocate(message, pager::tag::kStaging, "gradients out");
+  if (ranks_ > 1) incoming_ = host.allocate(message, pager::tag::kStaging, "gradients in");
+  if (ranks_ > 1 && !pager_.tiers().device_is_host() && parking_.data() == nullptr) {
+    parking_ = host.allocate(kParking, pager::tag::kStaging, "parked gradients");
   }
-  buffer_bytes_ = largest;
+  buffer_bytes_ = message;
 }
 
 void Reducer::begin(bool last) {
@@ -205,12 +223,18 @@ void Reducer::park(Arrival& arrival) {
   if (tiers.device_is_host()) {
     tiers.write(arrival.parked, 0, {arrival.contribution.data, page.page->bytes()});
   } else {
-    std::vector<std::byte> bytes(page.page->bytes());
-    const auto stream = tiers.device()->make_stream({.name = "park"});
-    stream->copy_async(bytes.data(), arrival.contribution.data, bytes.size(),
-                       device::Direction::DeviceToHost, page.page->name);
-    stream->synchronize();
-    tiers.write(arrival.parked, 0, bytes);
+    const bool in_memory = arrival.parked.data() != nullptr;
+    const Bytes most = in_memory ? page.page->bytes() : kParking;
+    const std::lock_guard parking(park_mutex_);
+    for (Bytes done = 0; done < page.page->bytes();) {
+      const Bytes piece = std::min(most, page.page->bytes() - done);
+      std::byte* to = in_memory ? arrival.parked.data() : parking_.data();
+      park_stream_->copy_async(to, arrival.contribution.data + done, piece,
+                               device::Direction::DeviceToHost, page.page->name);
+      park_stream_->synchronize();
+      if (!in_memory) tiers.write(arrival.parked, done, {to, piece});
+      done += piece;
+    }
   }
   arrival.contribution.keep.reset();
   arrival.contribution.data = nullptr;
@@ -222,13 +246,37 @@ void Reducer::end() {
   changed_.notify_all();
 }
 
-void Reducer::finish() {
+std::vector<Collective> Reducer::meet(Collective mine) {
+  announce(std::move(mine));
   Lock lock(mutex_);
-  if (!rounds_.empty()) rounds_.back()->over = true;
-  finishing_ = true;
-  changed_.notify_all();
-  changed_.wait(lock, [&] { return !finishing_ || error_ != nullptr; });
+  changed_.wait(lock, [&] { return !call_ || error_ != nullptr; });
   if (error_ != nullptr) std::rethrow_exception(error_);
+  return met_;
+}
+
+void Reducer::announce(Collective mine) {
+  const Lock lock(mutex_);
+  if (!rounds_.empty()) rounds_.back()->over = true;
+  call_ = std::move(mine);
+  changed_.notify_all();
+}
+
+bool Reducer::met() const {
+  const Lock lock(mutex_);
+  return !call_ || error_ != nullptr;
+}
+
+Nanos Reducer::waiting() const noexcept {
+  const Nanos since = waits_since_.load(std::memory_order_relaxed);
+  return since == 0 ? 0 : now_ns() - since;
+}
+
+/// Does what needs other ranks: for so long this one waits for them.
+template <class Work>
+void Reducer::with_others(const Work& work) {
+  waits_since_.store(now_ns(), std::memory_order_relaxed);
+  work();
+  waits_since_.store(0, std::memory_order_relaxed);
 }
 
 std::vector<std::uint32_t> Reducer::arrival_order() const {
@@ -251,24 +299,29 @@ void Reducer::run() {
   Lock lock(mutex_);
   try {
     for (;;) {
-      changed_.wait(
-          lock, [&] { return stopping_ || error_ != nullptr || !rounds_.empty() || finishing_; });
+      changed_.wait(lock,
+                    [&] { return stopping_ || error_ != nullptr || !rounds_.empty() || call_; });
       if (stopping_ || error_ != nullptr) return;
-      if (group_ == nullptr) {
+      if (groups_.calls == nullptr) {
         run_alone(lock);
         continue;
       }
-      // A round begins where any rank has a micro-batch; the step, where none has.
+      // A round begins where any rank has a micro-batch; a call, where none has.
       Round* round = rounds_.empty() ? nullptr : rounds_.front().get();
+      const Collective mine = round != nullptr ? options_.in_backward() : *call_;
       lock.unlock();
-      std::uint64_t mine = round != nullptr ? 1 : 0;
-      group_->all_reduce_max({&mine, 1});
+      std::vector<Collective> all;
+      with_others([&] { all = engine::exchange(*groups_.calls, mine); });
+      const bool none = std::none_of(all.begin(), all.end(), in_backward);
+      if (none) (void)call_of_all(all);
       lock.lock();
-      if (mine == 0) {
-        finishing_ = false;
+      if (none) {
+        met_ = std::move(all);
+        call_.reset();
         changed_.notify_all();
         continue;
       }
+      may_begin_ = allows_early(mine, all);
       run_round(round, lock);
       if (round != nullptr) {
         if (round->order.size() >= arrival_order_.size()) arrival_order_ = round->order;
@@ -294,10 +347,24 @@ void Reducer::run() {
   }
 }
 
+/// Whether this rank has nothing against updates that begin before step(): they use the constants
+/// that the ranks with a micro-batch have.
+bool Reducer::allows_early(const Collective& mine, std::span<const Collective> all) const {
+  if (mine.call == Call::Backward) return true;
+  if (mine.call != Call::Step && mine.call != Call::Join && mine.call != Call::Grad &&
+      mine.call != Call::GradNorm) {
+    return false;
+  }
+  return std::all_of(all.begin(), all.end(), [&](const Collective& one) {
+    return one.call != Call::Backward || one.rules == mine.rules;
+  });
+}
+
 /// Without other ranks, gradients are added as they come.
 void Reducer::run_alone(Lock& lock) {
   if (rounds_.empty()) {
-    finishing_ = false;
+    met_ = {*call_};
+    call_.reset();
     changed_.notify_all();
     return;
   }
@@ -317,7 +384,7 @@ void Reducer::run_alone(Lock& lock) {
   Arrival& arrival = *round.arrived[round.order[round.taken++]];
   lock.unlock();
   TrainedPage& page = *arrival.contribution.page;
-  check_not_begun(page);
+  early_.before_add(page);
   updater_.await_part(*page.page);
   const std::byte* direct = in_host_memory(arrival);
   std::byte* as_is = nullptr;
@@ -433,7 +500,7 @@ void Reducer::exchange(std::span<const Item> bucket, Round* round) {
     in += own_bytes;
   }
   stream_->synchronize();
-  group_->all_to_all(to, from);
+  with_others([&] { groups_.gradients->all_to_all(to, from); });
 
   std::vector<const std::byte*> messages(ranks);
   for (std::size_t r = 0; r < ranks; ++r) {
@@ -456,7 +523,7 @@ void Reducer::exchange(std::span<const Item> bucket, Round* round) {
       any = any || has;
     }
     if (any) {
-      check_not_begun(page);
+      early_.before_add(page);
       updater_.await_part(*page.page);
       if (!range.empty()) gradients_.add(page, range.begin, range.size(), parts, present);
       if (item.last) gradients_.added(page, present);
@@ -470,9 +537,8 @@ void Reducer::exchange(std::span<const Item> bucket, Round* round) {
 
 /// Whether this rank has nothing against an update of the page at the end of this round.
 bool Reducer::ask(TrainedPage& page, const Round* round) {
-  if (round != nullptr && !round->last) return false;
-  return !page.begun &&
-         early_.ask(page, round != nullptr && round->arrived[page.number].has_value());
+  if (!may_begin_ || (round != nullptr && !round->last)) return false;
+  return early_.ask(page, round != nullptr && round->arrived[page.number].has_value());
 }
 
 const std::byte* Reducer::in_host_memory(const Arrival& arrival) const {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <exception>
@@ -12,6 +13,7 @@
 #include <vector>
 
 #include "pagoda/comm/group.h"
+#include "pagoda/engine/collective.h"
 #include "pagoda/engine/early_updates.h"
 #include "pagoda/optim/gradients.h"
 #include "pagoda/optim/trained_page.h"
@@ -42,9 +44,10 @@ struct ReducerStats {
 /// own, while backward goes on.
 ///
 /// A micro-batch is a round: every rank goes through the same pages in the same order, a bucket of
-/// them at a time, with zeros for what it has no gradient of. A rank with fewer micro-batches takes
-/// part with zeros until all have called finish(). See "Gradients" in docs/notes/schedule.md. All
-/// members may be called from any thread, push() while a round is open only.
+/// them at a time, with zeros for what it has no gradient of. A rank that is in a call takes part
+/// with zeros until all are: this is where ranks meet. See "Gradients" in docs/notes/schedule.md
+/// and docs/notes/communication.md. All members may be called from any thread, push() while a round
+/// is open only.
 class Reducer {
  public:
   struct Options {
@@ -53,11 +56,18 @@ class Reducer {
     Bytes device_limit = 0;
     /// Told of the first error, on the thread that met it.
     std::function<void(std::exception_ptr)> on_failure;
+    /// What the others are told of a rank that has a micro-batch. Any thread.
+    std::function<Collective()> in_backward;
   };
 
-  /// `group` null: one rank.
-  Reducer(comm::Group* group, pager::Pager& pager, optim::Gradients& gradients,
-          optim::Updater& updater, EarlyUpdates& early, Options options);
+  /// Over which groups ranks meet, and gradients go. Null: one rank.
+  struct Groups {
+    comm::Group* calls = nullptr;
+    comm::Group* gradients = nullptr;
+  };
+
+  Reducer(Groups groups, pager::Pager& pager, optim::Gradients& gradients, optim::Updater& updater,
+          EarlyUpdates& early, Options options);
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
   ~Reducer();
@@ -65,6 +75,8 @@ class Reducer {
   /// The pages of a round in the order in which the ranks go through them: the same everywhere. Not
   /// while a round is open.
   void set_order(std::vector<optim::TrainedPage*> order);
+  /// Host memory that set_order() with these pages would take, beyond what it has taken before.
+  Bytes host_bytes(std::span<optim::TrainedPage* const> order) const;
 
   /// A micro-batch's gradients begin to come; `last`: of the step. Optional: push() begins a round
   /// by itself.
@@ -74,9 +86,15 @@ class Reducer {
   void push(Contribution contribution);
   /// No more gradients come in this micro-batch.
   void end();
-  /// The step begins: returns when all ranks are here and all gradients are added up. Throws what
-  /// went wrong.
-  void finish();
+  /// This rank is in a call: returns what every rank is in, by rank, when all are in one and all
+  /// gradients are added up. Throws what went wrong; Diverged if the calls are not the same.
+  std::vector<Collective> meet(Collective mine);
+  /// The same without waiting, for a rank that ends.
+  void announce(Collective mine);
+  /// Whether all ranks have met since announce(), or never will.
+  bool met() const;
+  /// For how long the thread has waited for other ranks.
+  Nanos waiting() const noexcept;
 
   /// Page numbers in the order in which their gradients last came; for set_order().
   std::vector<std::uint32_t> arrival_order() const;
@@ -102,6 +120,10 @@ class Reducer {
     std::uint64_t count;
     bool last;  // of its page
   };
+  struct Plan {
+    std::vector<std::vector<Item>> buckets;
+    Bytes message = 0;  // the most that goes one way at a time; 0: no buffers are needed
+  };
   using Lock = std::unique_lock<std::mutex>;
 
   void run();
@@ -115,9 +137,15 @@ class Reducer {
   bool ask(optim::TrainedPage& page, const Round* round);
   void release(Arrival& arrival, const Lock& lock);
   void park(Arrival& arrival);
-  void plan_buckets(const Lock& lock);
+  Plan make_plan(std::span<optim::TrainedPage* const> order) const;
+  Bytes buffers_for(Bytes message) const;
+  void take_buffers(Bytes message, const Lock& lock);
 
-  comm::Group* const group_;
+  template <class Work>
+  void with_others(const Work& work);
+  bool allows_early(const Collective& mine, std::span<const Collective> all) const;
+
+  const Groups groups_;
   pager::Pager& pager_;
   optim::Gradients& gradients_;
   optim::Updater& updater_;
@@ -134,12 +162,19 @@ class Reducer {
   std::vector<std::uint32_t> arrival_order_;   // guarded by mutex_
   Bytes on_device_ = 0;                        // guarded by mutex_
   bool wants_local_ = false;  // guarded by mutex_: the thread waits for a gradient of this rank
-  bool finishing_ = false;    // guarded by mutex_
-  bool stopping_ = false;     // guarded by mutex_
-  std::exception_ptr error_;  // guarded by mutex_
-  ReducerStats stats_;        // guarded by mutex_
+  std::optional<Collective> call_;  // guarded by mutex_: that this rank is in and has not met in
+  std::vector<Collective> met_;     // guarded by mutex_: in its last call
+  bool stopping_ = false;           // guarded by mutex_
+  std::exception_ptr error_;        // guarded by mutex_
+  ReducerStats stats_;              // guarded by mutex_
+
+  std::atomic<Nanos> waits_since_{0};  // for other ranks; 0: it does not
+  bool may_begin_ = true;  // the thread's own: updates of this round may begin before step()
 
   std::shared_ptr<device::Stream> stream_;
+  std::mutex park_mutex_;                        // one gradient is parked at a time
+  std::shared_ptr<device::Stream> park_stream_;  // guarded by park_mutex_
+  pager::HostBlock parking_;                     // guarded by park_mutex_; for what goes to disk
   pager::HostBlock outgoing_;
   pager::HostBlock incoming_;
   Bytes buffer_bytes_ = 0;

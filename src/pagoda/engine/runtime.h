@@ -13,12 +13,18 @@
 #include "pagoda/base/thread_pool.h"
 #include "pagoda/comm/watch.h"
 #include "pagoda/comm/world.h"
+#include "pagoda/engine/agreement.h"
+#include "pagoda/engine/collective.h"
 #include "pagoda/engine/config.h"
 #include "pagoda/engine/early_updates.h"
+#include "pagoda/engine/failure.h"
+#include "pagoda/engine/fit.h"
+#include "pagoda/engine/initial_values.h"
 #include "pagoda/engine/reducer.h"
 #include "pagoda/engine/shard_exchange.h"
 #include "pagoda/engine/stats.h"
 #include "pagoda/engine/step_trace.h"
+#include "pagoda/engine/whereabouts.h"
 #include "pagoda/io/owner_process.h"
 #include "pagoda/optim/gradients.h"
 #include "pagoda/optim/loss_scale.h"
@@ -45,12 +51,21 @@ struct TrainedSpec {
   std::vector<optim::TrainedParameter> parameters;
 };
 
+/// A model, as attach() takes it.
+struct ModelSpec {
+  std::vector<pager::Page*> pages;  // trained or not, in an order that is the same on all ranks
+  std::vector<TrainedSpec> trained;
+  std::vector<Optimizer> groups;
+  std::vector<BufferSpec> buffers;
+};
+
 /// One rank's engine without torch: tiers, pages, gradients and updates put together.
 ///
 /// `pagoda::Engine` (torch/engine.h) is what users see; it tells this of storages, gradients and
-/// steps. attach(), step(), join() and finish() are collectives and called by one thread;
-/// contribute() by the threads of backward; the rest by any. After the first error everything
-/// throws it again.
+/// steps. attach(), step(), join(), barrier(), zero_grad(), grad_norm(), read_gradient() and
+/// release() are collectives, of which every rank makes the same in the same order
+/// (docs/notes/communication.md), and called by one thread; contribute() by the threads of
+/// backward; the rest by any. After a failure everything throws its first error again.
 class Runtime {
  public:
   Runtime(const Config& config, std::shared_ptr<comm::World> world);
@@ -68,11 +83,18 @@ class Runtime {
   int ranks() const noexcept { return world_->size(); }
 
   /// The pages of the model, trained or not, get the homes that the configuration says, and trained
-  /// ones gradients and state. UserError before anything is moved if they do not fit.
-  void attach(const std::vector<pager::Page*>& pages, std::vector<TrainedSpec> trained,
-              std::vector<Optimizer> groups);
-  /// Forgets gradients and states; pages stay. Nothing is owed.
-  void detach();
+  /// ones gradients and state; all ranks start with rank 0's values. `describe` makes the pages. A
+  /// UserError, of this or of another rank, leaves the engine without a model, and usable. Returns
+  /// the pages whose values are others now.
+  std::vector<pager::Page*> attach(const std::function<ModelSpec()>& describe);
+  std::vector<pager::Page*> attach(const std::vector<pager::Page*>& pages,
+                                   std::vector<TrainedSpec> trained, std::vector<Optimizer> groups);
+  /// Forgets gradients and states, once all ranks have done `copy` with every update made; those
+  /// pages of which a rank has a shard stay, for others may need them, until drop(). What `copy`
+  /// throws, here or on another rank, leaves everything as it is.
+  void release(const std::function<void()>& copy);
+  /// The page is nobody's any more, on any rank: after release().
+  void drop(pager::Page& page);
   /// The trained form of a page; null for others.
   optim::TrainedPage* trained(const pager::Page& page) noexcept;
 
@@ -90,8 +112,10 @@ class Runtime {
   void finish();
   /// Returns when every rank has called it.
   void barrier();
-  /// Returns when the gradients of all ranks are added up; a collective.
-  void await_gradients();
+  /// A collective call of somebody else's begins, on all ranks, and ends. What this rank met in it
+  /// (empty: nothing) is thrown on all the others at its end; the engine lives.
+  void begin_call(std::string label);
+  void end_call(const std::string& error);
   /// Drops the gradients accumulated so far, on this rank; all ranks do it at the same point.
   void zero_grad();
 
@@ -111,39 +135,57 @@ class Runtime {
   bool here() const noexcept { return owner_.here(); }
   /// Throws the first error, if there was one; in a forked process, that it belongs to another.
   void check() const;
-  bool failed() const noexcept { return failed_.load(std::memory_order_acquire); }
+  bool failed() const noexcept { return failure_.failed(); }
   /// The engine cannot go on: latches the first error, tells everyone who waits and every rank.
-  void fail(std::exception_ptr error) noexcept;
+  void fail(std::exception_ptr error, log::Level level = log::Level::Error) noexcept {
+    failure_.fail(std::move(error), level);
+  }
 
   Stats stats() const;
 
  private:
-  void check_fit(const std::vector<pager::Page*>& pages);
-  void check_equal_on_all_ranks(const std::vector<pager::Page*>& pages);
-  void place(const std::vector<pager::Page*>& pages);
-  void make_room_to_undo();
+  void build();
+  void connect();
+  void watch_others();
+  /// Begins a collective call: returns what all ranks do, when all gradients are added up.
+  Collective meet(Collective mine);
+  Collective in_call(Call call) const;
+  Fit prepare(ModelSpec& model);
+  void add_trained(std::vector<TrainedSpec>& specs);
+  Settings settings(const ModelSpec& model) const;
+  Fit plan_fit(const std::vector<pager::Page*>& pages, Bytes buffers);
+  std::vector<pager::Page*> start_with_values_of_rank_0(const ModelSpec& model, const Fit& fit);
+  void place(const std::vector<pager::Page*>& pages, const Fit& fit);
+  void allocate_states();
+  void make_room_for_early_updates();
   void forget_trained();
-  StepResult step_together(bool leaving, bool& all_leaving,
-                           const std::function<void(pager::Page&)>& bumped);
+  void take_rules(std::span<const Collective> ranks);
+  StepResult step_together(const std::function<void(pager::Page&)>& bumped);
+  double norm_together();
+  void clear_gradients();
+  void gather_gradient(const optim::TrainedPage& page, std::span<float> to);
   void settle();
   void check_order() const;
   void linger() noexcept;
+  void look_at_others(std::span<const comm::PeerNote> notes);
   [[noreturn]] void fail_and_throw();
-  std::exception_ptr root_cause(std::exception_ptr error) noexcept;
-  std::string cause_key(int rank) const;
   void pulls_ended(const std::string& reason);
   void publish_writes(bool shards);
   void agree_on_order();
   std::vector<optim::TrainedPage*> update_order(std::vector<optim::TrainedPage*> pages);
   bool scales_loss() const noexcept { return config_.loss_scale.kind != LossScale::Kind::None; }
+  std::string name() const { return fmt::format("engine {}", number_); }  // on the board
   bool alone() const noexcept { return world_->size() == 1; }
   EarlyUpdates::Mode early_mode() const noexcept;
-  std::vector<optim::TrainedPage*> give_up_early(std::span<optim::TrainedPage* const> pages);
 
   const io::OwnerProcess owner_;
   Config config_;
   std::shared_ptr<comm::World> world_;
+  const unsigned number_;  // of this engine, among those of its world
+  Failure failure_;        // before every thread, and after them
+  Whereabouts whereabouts_;
   std::shared_ptr<device::Device> device_;
+  std::unique_ptr<comm::Group> calls_group_;
   std::unique_ptr<comm::Group> control_;
   std::unique_ptr<comm::Group> reduce_group_;
   std::unique_ptr<pager::Tiers> tiers_;
@@ -153,26 +195,24 @@ class Runtime {
   std::unique_ptr<ThreadPool> pool_;
   std::unique_ptr<optim::Gradients> gradients_;
   std::unique_ptr<optim::Updater> updater_;
+  std::unique_ptr<ShardExchange> shards_;
   std::unique_ptr<EarlyUpdates> early_;
   std::unique_ptr<Reducer> reducer_;
-  std::unique_ptr<ShardExchange> shards_;
   std::unique_ptr<comm::Watch> watch_;
 
   std::vector<pager::Page*> pages_;                           // of attached models
   std::vector<std::unique_ptr<optim::TrainedPage>> trained_;  // by number
   std::vector<Optimizer> groups_;
+  std::atomic<std::uint64_t> rules_{0};  // hash of groups_
+  std::vector<Collective> ranks_met_;    // in the call under way
+  std::string label_;                    // of somebody else's call
+  std::unique_ptr<Whereabouts::Inside> in_their_call_;
   optim::LossScale scale_;
   StepTrace trace_;
   std::uint64_t steps_ = 0;
-  unsigned number_ = 0;  // of this engine, among those of its world
+  std::atomic<bool> others_idle_{false};  // those that have not ended
 
-  std::atomic<bool> failed_{false};
-  mutable std::mutex error_mutex_;
-  std::condition_variable ended_;
-  std::exception_ptr error_;  // guarded by error_mutex_
-  bool ending_ = false;       // guarded by error_mutex_: the destructor runs
-  bool closed_ = false;       // guarded by error_mutex_: …and what fails is nobody's concern
-  int failing_ = 0;           // guarded by error_mutex_: calls of fail() that tell the others
+  const Failure::Closing closing_{failure_};  // last: nobody is told of a failure while these go
 };
 
 }  // namespace pagoda::engine

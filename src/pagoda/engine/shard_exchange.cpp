@@ -21,13 +21,19 @@ ShardExchange::ShardExchange(std::unique_ptr<comm::Group> group, pager::Pager& p
       updater_(updater),
       options_(std::move(options)),
       ranks_(group->size()),
-      pulls_(std::make_unique<comm::PullService>(
-          std::move(group),
-          [this](const comm::PullRequest& request, comm::PullReply& reply) {
-            serve(request, reply);
-          },
-          comm::PullService::Options{.on_failure = options_.on_end})),
-      completers_(2, "complete") {}
+      completers_(kCompleted, "complete") {
+  pager::Tiers& tiers = pager_.tiers();
+  if (needs_buffers(tiers.device()->kind(), tiers.swap() != nullptr)) {
+    to_serve_.emplace(tiers.host(), kServed, options_.staging, "shards for other ranks");
+    if (options_.whole_pages) {
+      to_complete_.emplace(tiers.host(), kCompleted, options_.staging, "parts of other ranks");
+    }
+  }
+  pulls_ = std::make_unique<comm::PullService>(
+      std::move(group),
+      [this](const comm::PullRequest& request, comm::PullReply& reply) { serve(request, reply); },
+      comm::PullService::Options{.on_failure = options_.on_end});
+}
 
 ShardExchange::~ShardExchange() {
   completers_.stop(ThreadPool::Stop::Cancel);  // they use the service
@@ -35,12 +41,62 @@ ShardExchange::~ShardExchange() {
 }
 
 void ShardExchange::pull(pager::PageId page, std::uint64_t version, std::span<const Piece> pieces) {
+  const std::uint64_t key = key_of(page);
   std::vector<comm::Pull> pulls;
   pulls.reserve(pieces.size());
-  for (const Piece& piece : pieces) {
-    pulls.push_back({piece.rank, page, version, piece.begin, piece.to});
-  }
+  for (const Piece& piece : pieces) add_pulls(piece, key, version, pulls);
   pulls_->pull(pulls);
+}
+
+void ShardExchange::share(std::span<Page* const> pages) {
+  const std::lock_guard lock(mutex_);
+  for (Page* page : pages) {
+    // A key of before stays good: another rank's prefetch may be on its way with it.
+    const std::uint64_t key = next_key_++;
+    shared_[page->id].page = page;
+    shared_[page->id].keys.push_back(key);
+    of_key_[key] = page->id;
+  }
+}
+
+void ShardExchange::unshare(const Page& page) {
+  std::unique_lock lock(mutex_);
+  const auto found = shared_.find(page.id);
+  if (found == shared_.end()) return;
+  for (const std::uint64_t key : found->second.keys) of_key_.erase(key);
+  changed_.wait(lock, [&] { return shared_.at(page.id).answering == 0; });
+  shared_.erase(page.id);
+  to_others_.erase(page.id);
+}
+
+std::uint64_t ShardExchange::key_of(pager::PageId page) {
+  const std::lock_guard lock(mutex_);
+  const auto found = shared_.find(page);
+  PAGODA_CHECK(found != shared_.end(), "page {} is not shared with other ranks", page);
+  return found->second.keys.back();
+}
+
+/// The page, which stays while the pointer lives; null where there is none.
+std::shared_ptr<Page> ShardExchange::find(std::uint64_t key) {
+  const std::lock_guard lock(mutex_);
+  const auto found = of_key_.find(key);
+  if (found == of_key_.end()) return nullptr;
+  Shared& shared = shared_.at(found->second);
+  ++shared.answering;
+  return {shared.page, [this](const Page* page) {
+            const std::lock_guard done(mutex_);
+            if (--shared_.at(page->id).answering == 0) changed_.notify_all();
+          }};
+}
+
+/// In parts no larger than what the other rank has buffers for.
+void ShardExchange::add_pulls(const Piece& piece, std::uint64_t key, std::uint64_t version,
+                              std::vector<comm::Pull>& pulls) const {
+  for (Bytes done = 0; done < piece.to.size();) {
+    const Bytes part = std::min<Bytes>(options_.staging, piece.to.size() - done);
+    pulls.push_back({piece.rank, key, version, piece.begin + done, piece.to.subspan(done, part)});
+    done += part;
+  }
 }
 
 bool ShardExchange::part_updated(TrainedPage& page, std::uint64_t version) {
@@ -67,26 +123,26 @@ void ShardExchange::complete(TrainedPage& trained, std::uint64_t version) {
   PAGODA_TRACE("engine", "complete", {"page", page.name});
   pager::Tiers& tiers = pager_.tiers();
   const Bytes size = page.element_size;
+  const std::uint64_t key = key_of(page.id);
   const bool direct = tiers.in_place(page.home);
   std::vector<comm::Pull> pulls;
-  std::vector<std::byte> buffer;
+  pager::StagingPool::Buffer buffer;
+  if (!direct) buffer = to_complete_->take();
   for (int rank = 0; rank < ranks_; ++rank) {
     const Range range = pager_.sharding().of(page.elements, rank);
     if (rank == options_.rank || range.empty()) continue;
     if (direct) {
-      pulls.push_back({rank,
-                       page.id,
-                       version,
-                       range.begin * size,
-                       {page.home.data() + range.begin * size, range.size() * size}});
+      const Piece piece{
+          rank, range.begin * size, {page.home.data() + range.begin * size, range.size() * size}};
+      add_pulls(piece, key, version, pulls);
       continue;
     }
-    const std::uint64_t most = std::max<Bytes>(size, options_.staging / size * size);
     for (Bytes at = range.begin * size; at < range.end * size;) {
-      buffer.resize(std::min<Bytes>(most, range.end * size - at));
-      pulls_->pull(rank, page.id, version, at, buffer);
-      tiers.write(page.home, at, buffer);
-      at += buffer.size();
+      const auto part =
+          buffer.bytes().first(std::min<Bytes>(buffer.bytes().size(), range.end * size - at));
+      pulls_->pull(rank, key, version, at, part);
+      tiers.write(page.home, at, part);
+      at += part.size();
     }
   }
   if (!pulls.empty()) pulls_->pull(pulls);
@@ -100,9 +156,9 @@ void ShardExchange::settle() {
 
 /// Another rank asks for bytes of this rank's shard.
 void ShardExchange::serve(const comm::PullRequest& request, comm::PullReply& reply) {
-  Page* const found = pager_.find(static_cast<pager::PageId>(request.key));
+  const std::shared_ptr<Page> found = find(request.key);
   if (found == nullptr) {
-    reply.refuse(fmt::format("there is no page {}", request.key));
+    reply.refuse("the page has been released");
     return;
   }
   Page& page = *found;
@@ -110,9 +166,9 @@ void ShardExchange::serve(const comm::PullRequest& request, comm::PullReply& rep
   updater_.settle_part(page, request.version);
   const std::uint64_t wanted = pager_.add_reader(page);
   const auto reading = std::shared_ptr<void>(
-      nullptr, [this, &page, version = request.version, bytes = request.bytes](void*) {
-        pager_.remove_reader(page);
-        served(page, version, bytes);
+      nullptr, [this, found, version = request.version, bytes = request.bytes](void*) {
+        pager_.remove_reader(*found);
+        served(*found, version, bytes);
       });
   if (wanted != request.version) {  // its update may be under way
     reply.refuse(fmt::format("page '{}' has gone on from version {} to {}", page.name,
@@ -120,13 +176,23 @@ void ShardExchange::serve(const comm::PullRequest& request, comm::PullReply& rep
     return;
   }
   const Bytes at = request.begin - page.home_range.begin * page.element_size;
-  if (page.home.tier() == Tier::Host) {
+  const bool on_device = page.home.tier() == Tier::Device && !to_serve_;  // the host's own memory
+  if (page.home.tier() == Tier::Host || on_device) {
     reply.give({page.home.data() + at, request.bytes}, reading);
     return;
   }
-  auto bytes = std::make_shared<std::vector<std::byte>>(request.bytes);
-  pager_.tiers().read(page.home, at, *bytes);
-  reply.give(*bytes, bytes);
+  PAGODA_CHECK(to_serve_.has_value());
+  if (request.bytes > to_serve_->each()) {
+    reply.refuse(
+        fmt::format("{} are asked for at a time, and staging is {} here: it must be the "
+                    "same on all ranks",
+                    format_bytes(request.bytes), format_bytes(options_.staging)));
+    return;
+  }
+  const auto buffer = std::make_shared<pager::StagingPool::Buffer>(to_serve_->take());
+  const std::span bytes = buffer->bytes().first(request.bytes);
+  pager_.tiers().read(page.home, at, bytes);
+  reply.give(bytes, buffer);
 }
 
 void ShardExchange::served(const Page& page, std::uint64_t version, Bytes bytes) {

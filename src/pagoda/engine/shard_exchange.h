@@ -7,15 +7,18 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <string>
 #include <unordered_map>
+#include <vector>
 
 #include "pagoda/base/thread_pool.h"
 #include "pagoda/comm/pull_service.h"
 #include "pagoda/optim/trained_page.h"
 #include "pagoda/optim/updater.h"
 #include "pagoda/pager/pager.h"
+#include "pagoda/pager/staging_pool.h"
 
 namespace pagoda::engine {
 
@@ -28,7 +31,7 @@ class ShardExchange final : public pager::RemoteShards {
     int rank = 0;
     /// Every rank keeps whole pages and updates its part of them (stages 1 and 2).
     bool whole_pages = false;
-    /// Host bytes that a page which is not in memory is completed through.
+    /// Bytes that ranks ask of each other at a time, the same on all of them.
     Bytes staging = 4_MiB;
     /// Told of what goes wrong here, on the thread that met it.
     std::function<void(std::exception_ptr)> on_failure;
@@ -36,11 +39,29 @@ class ShardExchange final : public pager::RemoteShards {
     std::function<void(const std::string& reason)> on_end;
   };
 
+  /// Buffers of Options::staging bytes for what is not in memory: through two of them others are
+  /// served, and through two more pages are completed where they are kept whole. Apart, for who
+  /// completes a page waits for those who serve.
+  static constexpr Bytes staging_buffers(bool whole_pages) noexcept {
+    return kServed + (whole_pages ? kCompleted : 0);
+  }
+  /// …which are taken unless everything lies in memory that the host may read.
+  static constexpr bool needs_buffers(device::DeviceKind kind, bool swaps) noexcept {
+    return kind != device::DeviceKind::Host || swaps;
+  }
+
   ShardExchange(std::unique_ptr<comm::Group> group, pager::Pager& pager, optim::Updater& updater,
                 Options options);
   ~ShardExchange() override;
 
   void pull(pager::PageId page, std::uint64_t version, std::span<const Piece> pieces) override;
+
+  /// From now on other ranks may ask for these pages, and this one asks for theirs: under numbers
+  /// from 1 on that are the same on all ranks, which call this alike, and never used twice.
+  void share(std::span<pager::Page* const> pages);
+  /// Nobody needs the page any more, on any rank: whoever asks is refused. Returns when nobody is
+  /// being answered.
+  void unshare(const pager::Page& page);
 
   /// This rank's part of a page is up to date. False: the other ranks' parts are still to come.
   bool part_updated(optim::TrainedPage& page, std::uint64_t version);
@@ -54,11 +75,25 @@ class ShardExchange final : public pager::RemoteShards {
   comm::PullService::Stats stats() const { return pulls_->stats(); }
 
  private:
+  static constexpr std::size_t kServed = 2;
+  static constexpr std::size_t kCompleted = 2;
+
   struct Served {
     std::uint64_t version = 0;
     Bytes bytes = 0;
   };
+  /// A page that others may ask for.
+  struct Shared {
+    pager::Page* page = nullptr;
+    std::vector<std::uint64_t> keys;  // the last is what this rank asks for
+    std::size_t answering = 0;        // threads
+  };
 
+  std::uint64_t key_of(pager::PageId page);
+  std::shared_ptr<pager::Page> find(std::uint64_t key);
+
+  void add_pulls(const Piece& piece, std::uint64_t key, std::uint64_t version,
+                 std::vector<comm::Pull>& pulls) const;
   void serve(const comm::PullRequest& request, comm::PullReply& reply);
   void served(const pager::Page& page, std::uint64_t version, Bytes bytes);
   void complete(optim::TrainedPage& page, std::uint64_t version);
@@ -70,10 +105,15 @@ class ShardExchange final : public pager::RemoteShards {
 
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::size_t completing_ = 0;                           // guarded by mutex_
-  std::unordered_map<pager::PageId, Served> to_others_;  // guarded by mutex_
-  bool failed_ = false;                                  // guarded by mutex_
+  std::size_t completing_ = 0;                               // guarded by mutex_
+  std::unordered_map<pager::PageId, Served> to_others_;      // guarded by mutex_
+  std::unordered_map<pager::PageId, Shared> shared_;         // guarded by mutex_
+  std::unordered_map<std::uint64_t, pager::PageId> of_key_;  // guarded by mutex_
+  std::uint64_t next_key_ = 1;                               // guarded by mutex_
+  bool failed_ = false;                                      // guarded by mutex_
 
+  std::optional<pager::StagingPool> to_serve_;     // where something is not in memory
+  std::optional<pager::StagingPool> to_complete_;  // …and pages are kept whole
   std::unique_ptr<comm::PullService> pulls_;
   ThreadPool completers_;  // last: its threads use all of the above
 };

@@ -57,8 +57,8 @@ std::string Stats::table() const {
   out += "updates\n";
   line(out, "elements", fmt::format("{}", updates.elements));
   line(out, "pages",
-       fmt::format("{}, {} of them begun during backward, {} undone", updates.pages, updates.early,
-                   updates.undone));
+       fmt::format("{}, {} of them begun during backward, {} rolled back", updates.pages,
+                   updates.early, updates.rolled_back));
   line(out, "time",
        fmt::format("{:.1f} ms in kernels, {:.1f} ms waiting for state", milliseconds(updates.busy),
                    milliseconds(updates.waited_io)));

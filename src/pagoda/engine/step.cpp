@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Runtime::step(): which pages owe an update, with which factor, and in which order they are made.
 #include <algorithm>
-#include <array>
 #include <cmath>
+#include <type_traits>
 #include <utility>
 
 #include "pagoda/base/error.h"
@@ -17,25 +17,69 @@ using optim::TrainedPage;
 using pager::Page;
 
 StepResult Runtime::step(const std::function<void(Page&)>& bumped) {
-  bool all_leaving = false;
-  const StepResult result = step_together(false, all_leaving, bumped);
+  const Whereabouts::Inside inside(whereabouts_, in_call(Call::Step).where());
+  meet(in_call(Call::Step));
+  const StepResult result = step_together(bumped);
   trace_.stepped(steps_);
   return result;
 }
 
 void Runtime::join(const std::function<void(Page&)>& bumped) {
-  for (bool all_leaving = false; !all_leaving;) {
-    step_together(true, all_leaving, bumped);
-    trace_.stepped(steps_);
+  const Whereabouts::Inside inside(whereabouts_, in_call(Call::Join).where());
+  for (;;) {
+    const Collective all = meet(in_call(Call::Join));
+    switch (all.call) {
+      case Call::ZeroGrad:
+        clear_gradients();
+        break;
+      case Call::GradNorm:
+        (void)norm_together();
+        break;
+      case Call::Grad: {
+        const TrainedPage& page = *trained_.at(all.value);
+        std::vector<float> nobody_looks(page.elements());
+        gather_gradient(page, nobody_looks);
+        break;
+      }
+      default:  // step(), or all have joined: what came since the last step is used
+        step_together(bumped);
+        trace_.stepped(steps_);
+        if (all.call == Call::Join) return;
+    }
   }
 }
 
-StepResult Runtime::step_together(bool leaving, bool& all_leaving,
-                                  const std::function<void(Page&)>& bumped) {
-  check();
+/// Ranks that step have the same constants. Those that have joined do not follow the others'
+/// schedules: they take what the first rank that steps has.
+void Runtime::take_rules(std::span<const Collective> ranks) {
+  auto first = std::find_if(ranks.begin(), ranks.end(),
+                            [](const Collective& one) { return one.call != Call::Join; });
+  if (first == ranks.end()) first = ranks.begin();
+  const auto other = [&](const Collective& one) { return one.rules != first->rules; };
+  if (std::none_of(ranks.begin(), ranks.end(), other)) return;
+  static_assert(std::is_trivially_copyable_v<Optimizer>);
+  std::vector<Optimizer> theirs = groups_;
+  control_->broadcast(std::as_writable_bytes(std::span(theirs)),
+                      static_cast<int>(first - ranks.begin()));
+  if (ranks[static_cast<std::size_t>(rank())].call == Call::Join) {
+    groups_ = std::move(theirs);
+    rules_.store(hash_of(groups_), std::memory_order_relaxed);
+  }
+  if (std::none_of(ranks.begin(), ranks.end(),
+                   [&](const Collective& one) { return one.call != Call::Join && other(one); })) {
+    return;
+  }
+  Settings rules;
+  for (std::size_t i = 0; i < groups_.size(); ++i) {
+    rules.add(fmt::format("the optimizer of group {}", i), text_of(groups_[i]));
+  }
+  rules.require_equal(*control_);
+}
+
+StepResult Runtime::step_together(const std::function<void(Page&)>& bumped) {
   PAGODA_TRACE("engine", "step");
   try {
-    await_gradients();
+    if (!alone()) take_rules(ranks_met_);
     check_order();
 
     std::vector<TrainedPage*> pages;
@@ -44,19 +88,18 @@ StepResult Runtime::step_together(bool leaving, bool& all_leaving,
       pages.push_back(page.get());
       // The update before is over, on all ranks from the exchange below on: nobody reads what it
       // left any more.
-      if (!page->begun) pager_->await_version(*page->page);
+      pager_->await_version(*page->page);
     }
+    pager_->find_raw_writes();
     bool wrote = false;
     for (Page* page : pager_->pages()) {
-      if (page != nullptr && !page->whole_home() && (page->dirty || page->own_copy)) wrote = true;
+      if (page != nullptr && page->shared && (page->dirty || page->own_copy)) wrote = true;
     }
     if (!alone()) {
-      std::array<std::uint64_t, 2> flags = {wrote ? 1U : 0U, leaving ? 0U : 1U};
+      std::array<std::uint64_t, 2> flags = {wrote ? 1U : 0U, early_->given_up() ? 1U : 0U};
       control_->all_reduce_max(flags);
       wrote = flags[0] != 0;
-      all_leaving = flags[1] == 0;
-    } else {
-      all_leaving = leaving;
+      if (flags[1] != 0) early_->give_up();
     }
     publish_writes(wrote);
 
@@ -82,58 +125,51 @@ StepResult Runtime::step_together(bool leaving, bool& all_leaving,
     if (!alone()) agree_on_order();
     if (skips) {
       for (TrainedPage* page : pages) optim::Gradients::clear(*page);
-      early_->step_begins(trained_, clipped);
+      early_->step_ends(clipped);
       result.step = steps_;
       return result;
     }
-    std::vector<TrainedPage*> starting;  // the others have begun
-    std::copy_if(pages.begin(), pages.end(), std::back_inserter(starting),
-                 [](const TrainedPage* page) { return !page->begun; });
-    if (config_.zero == 0 && !alone())
-      gather_gradients(starting, *tiers_, pager_->sharding(), config_.bucket, *control_);
-    std::vector<TrainedPage*> given_up;
-    if (clipped) given_up = give_up_early(pages);
-    starting.insert(starting.end(), given_up.begin(), given_up.end());
-    if (!pages.empty()) result.step = ++steps_;
-    std::vector<Page*> owing;
-    owing.reserve(starting.size());
+    if (config_.zero == 0 && !alone()) {
+      std::vector<TrainedPage*> apart;
+      std::copy_if(pages.begin(), pages.end(), std::back_inserter(apart),
+                   [](const TrainedPage* page) { return !page->gathered; });
+      gather_gradients(apart, *tiers_, pager_->sharding(), config_.bucket, *control_);
+    }
+    std::vector<TrainedPage*> starting = pages;
+    const auto early =
+        std::stable_partition(starting.begin(), starting.end(),
+                              [&](TrainedPage* page) { return !updater_->early(*page); });
+    std::vector<TrainedPage*> begun(early, starting.end());
+    if (clipped) {  // with the wrong factor
+      updater_->roll_back(begun);
+      begun.clear();
+    } else {
+      starting.erase(early, starting.end());
+    }
+    if (!pages.empty()) ++steps_;
+    result.step = steps_;
+    whereabouts_.stepped(steps_);
+    std::vector<Page*> pending;
+    pending.reserve(pages.size());
+    for (const TrainedPage* page : pages) pending.push_back(page->page);
     for (TrainedPage* page : starting) {
       for (optim::TrainedParameter& parameter : page->parameters) parameter.used = parameter.filled;
-      owing.push_back(page->page);
     }
-    pager_->owe(owing);
-    updater_->undo(given_up);
+    const std::vector<Page*> exposed = pager_->owe(pending);
+    updater_->release(begun);
     updater_->start(
         starting, std::make_shared<const optim::StepScalars>(optim::StepScalars{factor, groups_}));
-    early_->step_begins(trained_, clipped);
+    early_->step_ends(clipped);
     for (TrainedPage* page : pages) {
       optim::Gradients::clear(*page);
       bumped(*page->page);
     }
     updater_->follow(update_order(std::move(pages)));
+    pager_->refresh(exposed);
     return result;
   } catch (...) {
     fail_and_throw();
   }
-}
-
-/// Ends the updates of `pages` that began on trust that nothing would be clipped, and returns these
-/// pages: they are to be undone and started again. The same on all ranks, of which none waits for
-/// such an update any more.
-std::vector<TrainedPage*> Runtime::give_up_early(std::span<TrainedPage* const> pages) {
-  std::vector<TrainedPage*> out;
-  std::copy_if(pages.begin(), pages.end(), std::back_inserter(out),
-               [](const TrainedPage* page) { return page->begun; });
-  if (out.empty()) return out;
-  PAGODA_TRACE("engine", "give up early updates", {"pages", out.size()});
-  updater_->give_up(out);
-  for (TrainedPage* page : out) {
-    pager_->await_version(*page->page);
-    page->begun = false;
-  }
-  // No rank reads what is undone next.
-  if (!alone()) control_->barrier();
-  return out;
 }
 
 /// What user code has written goes to the homes: updates start from those. `shards`: on some rank,

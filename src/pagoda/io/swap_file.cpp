@@ -88,11 +88,11 @@ void SwapFile::open(const std::filesystem::path& directory, Direct direct) {
   if (::stat(directory.c_str(), &info) != 0) {
     throw UserError(
         errno == ENOENT
-            ? fmt::format("swap directory '{}' does not exist", directory.string())
-            : fmt::format("swap directory '{}': {}", directory.string(), errno_text(errno)));
+            ? fmt::format("nvme directory '{}' does not exist", directory.string())
+            : fmt::format("nvme directory '{}': {}", directory.string(), errno_text(errno)));
   }
   if (!S_ISDIR(info.st_mode)) {
-    throw UserError(fmt::format("swap directory '{}' is not a directory", directory.string()));
+    throw UserError(fmt::format("nvme directory '{}' is not a directory", directory.string()));
   }
   if (direct != Direct::Off) {
     fd_ = open_private(directory, O_DIRECT);
@@ -100,8 +100,8 @@ void SwapFile::open(const std::filesystem::path& directory, Direct direct) {
     if (fd_ < 0 && errno == EINVAL) {
       if (direct == Direct::On) {
         throw UserError(
-            fmt::format("the file system of swap directory '{}' does not allow direct "
-                        "I/O",
+            fmt::format("the file system of nvme directory '{}' does not allow direct I/O: set "
+                        "direct to auto or off, or name another directory",
                         directory.string()));
       }
       log::warn("io", "no direct I/O here, swapping through the page cache",
@@ -112,8 +112,8 @@ void SwapFile::open(const std::filesystem::path& directory, Direct direct) {
     fd_ = open_private(directory, 0);
   }
   if (fd_ < 0) {
-    throw UserError(
-        fmt::format("cannot make a swap file in '{}': {}", directory.string(), errno_text(errno)));
+    throw UserError(fmt::format("nvme directory '{}' cannot be used, no file can be made in it: {}",
+                                directory.string(), errno_text(errno)));
   }
   ::fchmod(fd_, kPrivate);  // whatever the umask left
   ::fstat(fd_, &info);
@@ -178,11 +178,10 @@ void SwapFile::refuse(const std::filesystem::path& directory, int error_number) 
   const Bytes available = known ? static_cast<Bytes>(disk.f_bavail) * disk.f_frsize : 0;
   if (error_number == ENOSPC || error_number == EDQUOT || error_number == EFBIG) {
     throw UserError(
-        fmt::format("swap space of {} does not fit into '{}', where {} are free: make room, choose "
-                    "another directory or lower the budget",
-                    format_bytes(size_), directory.string(), format_bytes(available)),
-        {context("needed", size_), context("free", available),
-         context("errno", errno_text(error_number))});
+        fmt::format("a swap file of {} does not fit into nvme directory '{}', where {} are free: "
+                    "lower nvme_budget, make room or name another directory ({})",
+                    format_bytes(size_), directory.string(), format_bytes(available),
+                    errno_text(error_number)));
   }
   throw IoError("cannot claim swap space", path_, 0, size_, error_number);
 }

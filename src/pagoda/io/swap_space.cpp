@@ -70,11 +70,12 @@ Extent SwapSpace::allocate(Bytes length) {
   if (!offset) {
     const ExtentAllocator::Stats stats = state_->allocator->stats();
     throw BudgetExceeded(
-        fmt::format("swap space has no room for {}: {} of {} are free, {} in one piece; raise the "
-                    "NVMe budget",
-                    format_bytes(length), format_bytes(stats.capacity - stats.used),
-                    format_bytes(stats.capacity), format_bytes(stats.largest_hole)),
-        length, stats.largest_hole);
+        fmt::format("nvme_budget = {} has {} left, {} of it in one piece, and {} are needed: raise "
+                    "nvme_budget to at least {}",
+                    format_bytes(stats.capacity), format_bytes(stats.capacity - stats.used),
+                    format_bytes(stats.largest_hole), format_bytes(length),
+                    format_bytes_up(stats.capacity + ExtentAllocator::rounded(length))),
+        "nvme_budget", stats.capacity, length, stats.largest_hole);
   }
   try {
     return Extent(std::make_shared<ExtentState>(state_->allocator, *offset, length,

@@ -31,8 +31,10 @@ struct Step {
 
 /// Elements [first_index, first_index + count) of one parameter with all its states.
 ///
-/// Pointers only, owned by the caller. No two arrays overlap, those in `to` included. The index
-/// matters for stochastic rounding alone: every cut of a parameter into shards gives the same bits.
+/// Pointers only, owned by the caller. No two arrays overlap, those in `to` included, but for one
+/// pair: the parameter may be written to where the gradient is, in elements of the same size. The
+/// index matters for stochastic rounding alone: every cut of a parameter into shards gives the same
+/// bits.
 /// Arrays need the alignment of their elements; 64 bytes and equal offsets are fastest.
 struct OptimizerShard {
   std::uint64_t first_index = 0;
@@ -50,11 +52,13 @@ struct OptimizerShard {
   /// Second moment, of the same type as `momentum`; with a split master its sign bits are ties.
   Elements variance;
 
-  /// Where the states are written, if not where they are read: all of them or none. A master that
-  /// is the parameter (`param` is null) and the parameter itself are always written where they are.
+  /// Where the states are written, if not where they are read: all of them or none. Apart from
+  /// them, a parameter that is read (`master` without a `param`, or `param` with a `rest`) may be
+  /// written elsewhere.
   struct Written {
     float* master = nullptr;
     std::int16_t* rest = nullptr;
+    Elements param;
     Elements momentum;
     Elements variance;
   };
@@ -63,13 +67,16 @@ struct OptimizerShard {
   /// whose arrays start cache lines together.
   Written to;
 
-  bool elsewhere() const noexcept {
-    return to.master != nullptr || to.rest != nullptr || to.momentum || to.variance;
+  bool elsewhere() const noexcept { return states_elsewhere() || to.master != nullptr || to.param; }
+  /// The states, not only the parameter.
+  bool states_elsewhere() const noexcept {
+    return (to.master != nullptr && param) || to.rest != nullptr || to.momentum || to.variance;
   }
-  /// Where each state is written, elsewhere or in place.
+  /// Where everything is written, elsewhere or in place.
   Written written() const noexcept {
     return {to.master != nullptr ? to.master : master, to.rest != nullptr ? to.rest : rest,
-            to.momentum ? to.momentum : momentum, to.variance ? to.variance : variance};
+            to.param ? to.param : param, to.momentum ? to.momentum : momentum,
+            to.variance ? to.variance : variance};
   }
 
   /// Elements [begin, end) of this shard.
@@ -86,6 +93,7 @@ struct OptimizerShard {
     out.variance = variance.from(begin);
     out.to.master = from(to.master);
     out.to.rest = from(to.rest);
+    out.to.param = to.param.from(begin);
     out.to.momentum = to.momentum.from(begin);
     out.to.variance = to.variance.from(begin);
     return out;

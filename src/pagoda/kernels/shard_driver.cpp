@@ -29,8 +29,12 @@ void check_written(const OptimizerShard& shard) {
                    from != nullptr ? "not" : "not one of them");
     check_aligned(name, to_data, size);
   };
-  const bool is_parameter = !shard.param;
-  check("the master", to.master, is_parameter ? nullptr : shard.master, sizeof(float));
+  PAGODA_REQUIRE(!to.param || (shard.rest != nullptr && to.param.type == shard.param.type),
+                 "only a parameter that is read can be written elsewhere, in its own type");
+  check_aligned("the parameter", to.param.data, element_size(to.param.type));
+  check_aligned("the master", to.master, sizeof(float));
+  if (!shard.states_elsewhere()) return;
+  if (shard.param) check("the master", to.master, shard.master, sizeof(float));
   check("the rest", to.rest, shard.rest, sizeof(std::int16_t));
   check("momentum", to.momentum.data, shard.momentum.data, element_size(shard.momentum.type));
   check("variance", to.variance.data, shard.variance.data, element_size(shard.variance.type));

@@ -146,6 +146,7 @@ void Gradients::taken(TrainedPage& page, const std::vector<bool>& present) {
 }
 
 void Gradients::added(TrainedPage& page, const std::vector<bool>& present) {
+  page.gathered = false;
   for (std::size_t i = 0; i < page.parameters.size(); ++i) {
     if (present[i]) page.parameters[i].filled = true;
   }
@@ -154,9 +155,14 @@ void Gradients::added(TrainedPage& page, const std::vector<bool>& present) {
 void Gradients::clear(TrainedPage& page) noexcept {
   for (TrainedParameter& parameter : page.parameters) parameter.filled = false;
   page.squares.clear();
+  page.gathered = false;
 }
 
 void Gradients::read(const TrainedPage& page, std::uint64_t begin, std::span<float> to) {
+  if (!page.filled()) {  // nothing has been written, which a home on NVMe would call an error
+    std::fill(to.begin(), to.end(), 0.0F);
+    return;
+  }
   const Bytes size = kernels::element_size(page.gradient_dtype);
   const std::uint64_t most = options_.staging / size;
   for (std::uint64_t done = 0; done < to.size();) {

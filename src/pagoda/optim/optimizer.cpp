@@ -2,8 +2,10 @@
 #include "pagoda/optim/optimizer.h"
 
 #include <algorithm>
+#include <cmath>
 #include <vector>
 
+#include "pagoda/base/error.h"
 #include "pagoda/base/thread_pool.h"
 
 namespace pagoda::optim {
@@ -15,6 +17,16 @@ struct Overloaded : Fns... {
 };
 template <class... Fns>
 Overloaded(Fns...) -> Overloaded<Fns...>;
+
+void require_at_least_zero(std::string_view constant, double value) {
+  PAGODA_REQUIRE(std::isfinite(value) && value >= 0,
+                 "{} = {} is not allowed: it takes a finite number, at least 0", constant, value);
+}
+
+void require_beta(std::string_view constant, double value) {
+  PAGODA_REQUIRE(value >= 0 && value < 1,
+                 "{} = {} is not allowed: it takes a number from 0 to below 1", constant, value);
+}
 
 /// One step over a shard, on this thread, or this and those of a pool.
 template <class... Pool>
@@ -57,6 +69,28 @@ double learning_rate(const Optimizer& optimizer) noexcept {
 
 void set_learning_rate(Optimizer& optimizer, double lr) noexcept {
   std::visit([&](auto& rule) { rule.lr = lr; }, optimizer);
+}
+
+void require_valid(const Optimizer& optimizer) {
+  std::visit(
+      [](const auto& rule) {
+        require_at_least_zero("lr", rule.lr);
+        require_at_least_zero("weight_decay", rule.weight_decay);
+        if constexpr (requires { rule.beta1; }) {
+          require_beta("beta1", rule.beta1);
+          require_beta("beta2", rule.beta2);
+        }
+        if constexpr (requires { rule.eps; }) require_at_least_zero("eps", rule.eps);
+        if constexpr (requires { rule.momentum; }) {
+          require_at_least_zero("momentum", rule.momentum);
+          PAGODA_REQUIRE(std::isfinite(rule.dampening),
+                         "dampening = {} is not allowed: it takes a finite number", rule.dampening);
+          PAGODA_REQUIRE(!rule.nesterov || (rule.momentum > 0 && rule.dampening == 0),
+                         "nesterov needs a momentum above 0 and no dampening; they are {} and {}",
+                         rule.momentum, rule.dampening);
+        }
+      },
+      optimizer);
 }
 
 bool has_momentum(const Optimizer& optimizer) noexcept {

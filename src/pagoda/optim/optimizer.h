@@ -57,6 +57,9 @@ namespace pagoda::optim {
 std::string_view name(const Optimizer& optimizer) noexcept;
 double learning_rate(const Optimizer& optimizer) noexcept;
 void set_learning_rate(Optimizer& optimizer, double lr) noexcept;
+/// Throws UserError for constants with which no training makes sense: what torch.optim refuses, and
+/// whatever is not finite.
+void require_valid(const Optimizer& optimizer);
 
 /// Arrays the rule keeps for each element.
 bool has_momentum(const Optimizer& optimizer) noexcept;

@@ -46,20 +46,16 @@ struct TrainedPage {
   /// Master and moments of `updated`, as StateLayout says. Blank before the first update.
   pager::Home state;
   bool state_blank = true;  // the updater's
-  /// Whether an update may be started on trust (Updater::start): there is a `spare`, and a `before`
-  /// where the master needs one.
-  bool can_be_undone = false;
-  /// Where such an update writes master and moments. When it has, `state` and `spare` change
-  /// places, and once more when it is undone: the updater's, with no update under way.
+  /// Where an early update that can be rolled back writes master and moments. When step() takes it,
+  /// `state` and `spare` change places: the updater's.
   pager::Home spare;
-  /// Parameters before such an update, where they are part of the master: the updater's.
-  pager::Home before;
+  /// Where an early update writes the parameters of `updated` until step() takes them, if not over
+  /// the gradient that it has used up: the updater's.
+  pager::Home next;
   /// Sums of squares of each block of `reduced`, when norms are kept: the gradients' thread.
   std::vector<double> squares;
-  /// Its update of the coming step has begun: the gradients' thread, and step() in between.
-  bool begun = false;
-  /// The step of its first gradient in a last backward pass: early updates'.
-  std::uint64_t first_gradient = 0;
+  /// With stage 0: what the other ranks have reduced is in `gradient`, too. The same on all ranks.
+  bool gathered = false;
 
   std::uint64_t elements() const noexcept { return page->elements; }
   /// Whether any of its parameters has a gradient in this step.

@@ -57,7 +57,7 @@ bool UpdateChunk::reads_parameter() const noexcept {
 }
 
 Bytes UpdateChunk::begin(const TrainedPage& page, const StateLayout& layout, std::uint64_t chunk,
-                         bool to_spare) {
+                         const Written& written) {
   page_ = &page;
   layout_ = &layout;
   elements_ = chunk_elements(page, layout, chunk);
@@ -66,11 +66,25 @@ Bytes UpdateChunk::begin(const TrainedPage& page, const StateLayout& layout, std
   const Bytes size = page.page->element_size;
   std::byte* free = buffer_.data();
   state_ = place(page.state, layout.begin(chunk), layout.offsets(count).end, free);
-  written_ = to_spare ? const_cast<std::byte*>(page.spare.data()) + layout.begin(chunk) : nullptr;
+  written_ = written.state_to_spare
+                 ? const_cast<std::byte*>(page.spare.data()) + layout.begin(chunk)
+                 : nullptr;
   gradient_ = place(page.gradient, (elements_.begin - page.gradient_range.begin) * grad_size,
                     count * grad_size, free);
-  parameter_ = place(page.page->home, (elements_.begin - page.page->home_range.begin) * size,
+  parameter_ = {};
+  updated_ = {};
+  if (written.parameters == nullptr || reads_parameter()) {
+    parameter_ = place(page.page->home, (elements_.begin - page.page->home_range.begin) * size,
+                       count * size, free);
+  }
+  if (written.parameters == nullptr) {
+    updated_ = parameter_;
+  } else if (written.parameters == &page.gradient) {  // over what is read, element by element
+    updated_ = gradient_;
+  } else {
+    updated_ = place(*written.parameters, (elements_.begin - page.updated.begin) * size,
                      count * size, free);
+  }
   Bytes from_disk = page.state_blank ? 0 : read(state_);
   from_disk += read(gradient_);
   if (reads_parameter()) from_disk += read(parameter_);
@@ -106,13 +120,6 @@ void UpdateChunk::fill_blank(ThreadPool& pool) {
   }
 }
 
-void UpdateChunk::keep_parameters(ThreadPool& pool) {
-  if (layout_->master == StateLayout::Master::Whole) return;  // they are made from it
-  const Bytes offset = (elements_.begin - page_->updated.begin) * page_->page->element_size;
-  auto* to = const_cast<std::byte*>(page_->before.data()) + offset;
-  copy(parameter_.memory, to, pool);
-}
-
 void UpdateChunk::apply(std::span<const pager::Range> wanted, const StepScalars& step,
                         std::uint64_t seed, ThreadPool& pool) {
   const StateLayout::Offsets at = layout_->offsets(elements_.size());
@@ -137,19 +144,23 @@ void UpdateChunk::apply(std::span<const pager::Range> wanted, const StepScalars&
       shard.count = to - from;
       shard.grad = ConstElements{page_->gradient_dtype, gradient_.memory.data()}.from(skip);
       const Elements values = Elements{page_->dtype, parameter_.memory.data()}.from(skip);
+      const Elements updated = Elements{page_->dtype, updated_.memory.data()}.from(skip);
+      const bool elsewhere = updated.data != values.data;
       switch (layout_->master) {
         case StateLayout::Master::Parameter:
           shard.master = static_cast<float*>(values.data);
+          if (elsewhere) shard.to.master = static_cast<float*>(updated.data);
           break;
         case StateLayout::Master::Whole:
           shard.master = reinterpret_cast<float*>(state) + skip;
           if (written_ != nullptr) shard.to.master = reinterpret_cast<float*>(written_) + skip;
-          shard.param = values;
+          shard.param = updated;
           break;
         case StateLayout::Master::Split:
           shard.rest = reinterpret_cast<std::int16_t*>(state) + skip;
           if (written_ != nullptr) shard.to.rest = reinterpret_cast<std::int16_t*>(written_) + skip;
           shard.param = values;
+          if (elsewhere) shard.to.param = updated;
           break;
       }
       shard.momentum = momentum.from(skip);
@@ -165,7 +176,7 @@ void UpdateChunk::apply(std::span<const pager::Range> wanted, const StepScalars&
 
 Bytes UpdateChunk::write() {
   Bytes to_disk = 0;
-  for (const Array* array : {&state_, &parameter_}) {
+  for (const Array* array : {&state_, &updated_}) {
     if (!array->in_buffer || array->memory.empty()) continue;
     if (array->home->tier() == Tier::Nvme) {
       transfers_.push_back(
@@ -178,13 +189,16 @@ Bytes UpdateChunk::write() {
   return to_disk;
 }
 
-void put_back_parameters(TrainedPage& page, const StateLayout& layout, std::uint64_t chunks,
-                         ThreadPool& pool) {
-  if (layout.master == StateLayout::Master::Whole) return;
+void copy_parameters(pager::Tiers& tiers, TrainedPage& page, const pager::Home& from,
+                     ThreadPool& pool) {
   const Bytes size = page.page->element_size;
-  const std::uint64_t count = std::min(chunks * layout.chunk, page.updated.size());
   const Bytes offset = (page.updated.begin - page.page->home_range.begin) * size;
-  copy({page.before.data(), count * size}, page.page->home.data() + offset, pool);
+  const std::span values(from.data(), page.updated.size() * size);
+  if (tiers.in_place(page.page->home)) {
+    copy(values, page.page->home.data() + offset, pool);
+  } else {
+    tiers.write(page.page->home, offset, values);
+  }
 }
 
 void follow_parameters(pager::Tiers& tiers, TrainedPage& page, const StateLayout& layout,

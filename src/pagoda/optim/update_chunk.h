@@ -46,10 +46,15 @@ class UpdateChunk {
   UpdateChunk(const UpdateChunk&) = delete;
   UpdateChunk& operator=(const UpdateChunk&) = delete;
 
-  /// Takes up a chunk and starts to read what the update needs. Returns the bytes from disk. With
-  /// `to_spare` the new state is written there, and the old one stays.
+  /// Where an update writes, if not to where it reads.
+  struct Written {
+    bool state_to_spare = false;              // TrainedPage::spare
+    const pager::Home* parameters = nullptr;  // of TrainedPage::updated; null: the page's home
+  };
+
+  /// Takes up a chunk and starts to read what the update needs. Returns the bytes from disk.
   Bytes begin(const TrainedPage& page, const StateLayout& layout, std::uint64_t chunk,
-              bool to_spare = false);
+              const Written& written);
   /// Returns when all that was started has ended. Throws what went wrong.
   void await();
   /// Whether await() would return at once.
@@ -59,8 +64,6 @@ class UpdateChunk {
 
   /// A blank state becomes the state before the first update.
   void fill_blank(ThreadPool& pool);
-  /// Keeps the parameters as they are, where an update could not be undone without them.
-  void keep_parameters(ThreadPool& pool);
   /// Updates these elements of the page, which ascend.
   void apply(std::span<const pager::Range> wanted, const StepScalars& step, std::uint64_t seed,
              ThreadPool& pool);
@@ -89,14 +92,16 @@ class UpdateChunk {
   pager::Range elements_;
   Array state_;
   Array gradient_;
-  Array parameter_;
+  Array parameter_;               // as it is read
+  Array updated_;                 // …and as it is written
   std::byte* written_ = nullptr;  // where the state goes, if not to where it comes from
   std::vector<io::Transfer> transfers_;
 };
 
-/// The parameters of the first `chunks` chunks are again what keep_parameters() kept.
-void put_back_parameters(TrainedPage& page, const StateLayout& layout, std::uint64_t chunks,
-                         ThreadPool& pool);
+/// The parameters that an early update left in `from` go to the page's home; both in memory that
+/// the host can reach, or `from` alone.
+void copy_parameters(pager::Tiers& tiers, TrainedPage& page, const pager::Home& from,
+                     ThreadPool& pool);
 
 /// Masters follow `count` 16-bit parameters from element `begin` of the page on that somebody
 /// changed from `before` to `after`. Only where they differ: writing the same bits loses nothing.

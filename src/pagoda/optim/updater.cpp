@@ -44,26 +44,44 @@ std::vector<pager::Range> without(pager::Range all, std::span<const pager::Range
 
 }  // namespace
 
-/// A trained page as the updater knows it.
+/// What has become of a page's update. Early ones are those that begin before their step(); what
+/// they cost is in brackets.
+enum class Updater::Stage : std::uint8_t {
+  Idle,      ///< there is none
+  Waiting,   ///< in the queue: nothing has been computed
+  Running,   ///< chunks of it are under way
+  Computed,  ///< early: waits for step() [the gradient, or TrainedPage::next and ::spare]
+};
+
+/// A trained page as the updater knows it. Guarded by mutex_, but for what is said to be the
+/// thread's.
 struct Updater::Record {
   TrainedPage* page;
   StateLayout layout;
-  std::uint64_t done = 0;                   // updates this rank's part has seen; guarded by mutex_
-  std::uint64_t target = 0;                 // …must see; guarded by mutex_
-  std::size_t place = ~std::size_t{0};      // in the order to follow; guarded by mutex_
-  bool urgent = false;                      // somebody waits for it; guarded by mutex_
-  std::uint64_t chunks_left = 0;            // the thread's
-  std::shared_ptr<const StepScalars> step;  // of the update under way
-  bool in_place = false;                    // nothing of it passes through buffers
-  std::uint64_t computed = 0;               // chunks of the update under way: the thread's
-  bool on_trust = false;                    // the update under way, or the last, can be undone
-  bool given_up = false;                    // …and its rest is left out; guarded by mutex_
-  std::uint64_t applied = 0;                // chunks of it that were not; the thread's
+  Stage stage = Stage::Idle;
+  std::uint64_t done = 0;               // updates this rank's part has seen
+  std::uint64_t target = 0;             // …must see
+  std::size_t place = ~std::size_t{0};  // in the order to follow
+  bool urgent = false;                  // somebody waits for it
+  // Of the update under way. The first two are fixed while chunks of it are.
+  bool early = false;        // writes parameters to `next`, which step() publishes
+  bool reversible = false;   // …and state to the spare
+  bool released = true;      // step() has asked for it
+  bool rolled_back = false;  // its rest is left out
+  bool copies = false;       // all is computed, and goes to the page's home
+  const pager::Home* next = nullptr;
+  std::shared_ptr<const StepScalars> step;
+  std::uint64_t chunks_left = 0;  // the thread's
+  std::uint64_t computed = 0;     // chunks of the update under way: the thread's
+  bool in_place = false;          // nothing of it passes through buffers
+  unsigned waiting = 0;           // for it, in settle_part()
+  bool removed = false;           // …in vain
   /// Elements that go before the others of their page, in ascending order.
-  std::vector<pager::Range> asked;  // guarded by mutex_
-  std::vector<pager::Range> made;   // the thread's, which writes it under mutex_
+  std::vector<pager::Range> asked;
+  std::vector<pager::Range> made;  // the thread's, which writes it under mutex_
 
   std::uint64_t chunks() const noexcept { return layout.chunks(page->updated.size()); }
+  UpdateChunk::Written written() const noexcept { return {reversible, early ? next : nullptr}; }
 };
 
 /// A chunk on its way. One is used again when its last chunk has been written.
@@ -157,74 +175,148 @@ void Updater::add(TrainedPage& page, const Optimizer& optimizer) {
   records_[page.page] = std::move(record);
 }
 
-std::optional<Updater::UndoBytes> Updater::undo_bytes(const TrainedPage& page) const {
+/// Where an early update of the page leaves its parameters; null: nowhere, so there is none.
+const pager::Home* Updater::early_home(const TrainedPage& page, bool reversible) const noexcept {
+  if (page.updated.empty()) return &page.gradient;  // nothing is this rank's to write
+  const bool over_gradient =
+      !reversible && page.gradient_dtype == page.dtype && page.gradient_range == page.updated;
+  const pager::Home& next = page.next || !over_gradient ? page.next : page.gradient;
+  if (!next || (reversible && !page.spare)) return nullptr;
+  return exchanges(page, next) || pager_.tiers().in_place(next) ? &next : nullptr;
+}
+
+/// Whether what is in `next` becomes the page's home by changing places with it.
+bool Updater::exchanges(const TrainedPage& page, const pager::Home& next) const noexcept {
+  const pager::Home& home = page.page->home;
+  return !page.page->fixed && page.page->home_range == page.updated && home.tier() == next.tier() &&
+         home.size() == next.size();
+}
+
+std::optional<Updater::EarlyBytes> Updater::early_bytes(const TrainedPage& page,
+                                                        bool reversible) const {
   const std::lock_guard lock(mutex_);
   const Record& record = *records_.at(page.page);
   // Of a page with several parameters, what an update leaves out would have to be copied.
-  if (!record.in_place || !page.one_parameter()) return std::nullopt;
-  const bool made_from_master = record.layout.master == StateLayout::Master::Whole;
-  return UndoBytes{page.state.size(),
-                   made_from_master ? 0 : page.updated.size() * page.page->element_size};
+  if (!page.one_parameter() || (reversible && !record.in_place)) return std::nullopt;
+  if (early_home(page, reversible) != nullptr) return EarlyBytes{};
+  return EarlyBytes{reversible ? page.state.size() : 0,
+                    page.updated.size() * page.page->element_size};
 }
 
 void Updater::remove(TrainedPage& page) {
   std::unique_lock lock(mutex_);
+  const auto found = records_.find(page.page);
+  if (found == records_.end()) return;
+  Record& record = *found->second;
   changed_.wait(lock, [&] { return owed_ == 0 || error_ != nullptr; });
+  record.removed = true;
+  changed_.notify_all();
+  changed_.wait(lock, [&] { return record.waiting == 0; });
   records_.erase(page.page);
 }
 
-void Updater::start(std::span<TrainedPage* const> order, std::shared_ptr<const StepScalars> scalars,
-                    bool on_trust) {
+void Updater::start(std::span<TrainedPage* const> order,
+                    std::shared_ptr<const StepScalars> scalars) {
   const std::lock_guard lock(mutex_);
   for (TrainedPage* page : order) {
     Record& record = *records_.at(page->page);
-    PAGODA_CHECK_EQ(record.done, record.target, "a page owes two updates at once (page {})",
-                    page->page->name);
-    PAGODA_CHECK(!on_trust || (page->can_be_undone && record.in_place && !page->state_blank));
+    PAGODA_CHECK(record.stage == Stage::Idle, "a page has two pending updates (page {})",
+                 page->page->name);
     ++record.target;
-    record.step = scalars;
-    record.on_trust = on_trust;
-    record.given_up = false;
-    record.applied = 0;
-    if (page->begun) ++stats_.early;
-    queue_.insert(std::upper_bound(queue_.begin(), queue_.end(), &record, sooner), &record);
-    ++owed_;
+    enqueue(record, scalars);
   }
   changed_.notify_all();
 }
 
-void Updater::give_up(std::span<TrainedPage* const> pages) {
+bool Updater::may_start_early(const TrainedPage& page, bool reversible) const {
+  const std::lock_guard lock(mutex_);
+  // The first update makes the master from the parameter, and reads what others only write.
+  return records_.at(page.page)->stage == Stage::Idle && !page.state_blank &&
+         page.one_parameter() && early_home(page, reversible) != nullptr;
+}
+
+void Updater::start_early(TrainedPage& page, std::shared_ptr<const StepScalars> scalars,
+                          bool reversible) {
+  const std::lock_guard lock(mutex_);
+  Record& record = *records_.at(page.page);
+  PAGODA_CHECK(record.stage == Stage::Idle, "a page has two pending updates (page {})",
+               page.page->name);
+  enqueue(record, std::move(scalars));
+  record.early = true;
+  record.released = false;
+  record.reversible = reversible;
+  record.next = early_home(page, reversible);
+  ++stats_.early;
+  changed_.notify_all();
+}
+
+void Updater::enqueue(Record& record, std::shared_ptr<const StepScalars> scalars) {
+  record.step = std::move(scalars);
+  record.early = record.reversible = record.rolled_back = record.copies = false;
+  record.released = true;
+  record.next = nullptr;
+  enqueue(record);
+}
+
+void Updater::enqueue(Record& record) {
+  record.stage = Stage::Waiting;
+  queue_.insert(std::upper_bound(queue_.begin(), queue_.end(), &record, sooner), &record);
+  ++owed_;
+}
+
+bool Updater::early(const TrainedPage& page) const {
+  const std::lock_guard lock(mutex_);
+  const Record& record = *records_.at(page.page);
+  return record.stage != Stage::Idle && !record.released;
+}
+
+void Updater::release(std::span<TrainedPage* const> pages) {
+  std::vector<Record*> complete;
+  {
+    const std::lock_guard lock(mutex_);
+    for (const TrainedPage* page : pages) {
+      Record& record = *records_.at(page->page);
+      PAGODA_CHECK(record.stage != Stage::Idle && !record.released,
+                   "no early update of page {} has begun", page->page->name);
+      ++record.target;
+      record.released = true;
+      if (record.stage == Stage::Waiting) {  // an ordinary one
+        record.early = record.reversible = false;
+      } else if (record.stage == Stage::Computed && exchanges(*record.page, *record.next)) {
+        complete.push_back(&record);
+      } else if (record.stage == Stage::Computed) {
+        record.copies = true;
+        enqueue(record);
+      }
+    }
+    changed_.notify_all();
+  }
+  for (Record* record : complete) publish(*record);
+}
+
+void Updater::roll_back(std::span<TrainedPage* const> pages) {
   std::unique_lock lock(mutex_);
   for (const TrainedPage* page : pages) {
     Record& record = *records_.at(page->page);
-    PAGODA_CHECK(record.on_trust, "an update cannot be undone (page {})", page->page->name);
-    record.given_up = record.done < record.target;
+    PAGODA_CHECK(!record.released && (record.reversible || record.stage == Stage::Waiting),
+                 "an update cannot be rolled back (page {})", page->page->name);
+    ++stats_.rolled_back;
+    if (record.stage == Stage::Running) {
+      record.rolled_back = true;
+      continue;
+    }
+    if (record.stage == Stage::Waiting) {
+      std::erase(queue_, &record);
+      --owed_;
+    }
+    record.stage = Stage::Idle;
   }
+  changed_.notify_all();
   for (const TrainedPage* page : pages) {
     const Record& record = *records_.at(page->page);
-    changed_.wait(lock, [&] { return record.done == record.target || error_ != nullptr; });
+    changed_.wait(lock, [&] { return record.stage == Stage::Idle || error_ != nullptr; });
   }
   if (error_ != nullptr) std::rethrow_exception(error_);
-}
-
-void Updater::undo(std::span<TrainedPage* const> pages) {
-  for (TrainedPage* page : pages) {
-    std::unique_lock lock(mutex_);
-    Record& record = *records_.at(page->page);
-    PAGODA_CHECK(record.on_trust && record.done == record.target && page->page->owes(),
-                 "an update is undone while it is under way (page {})", page->page->name);
-    PAGODA_TRACE("optim", "undo", {"page", page->page->name}, {"chunks", record.applied});
-    if (!record.given_up) {
-      std::swap(page->state, page->spare);
-      for (TrainedParameter& parameter : page->parameters) {
-        if (parameter.filled) --parameter.updates;
-      }
-    }
-    record.on_trust = false;
-    ++stats_.undone;
-    lock.unlock();
-    put_back_parameters(*page, record.layout, record.applied, pool_);
-  }
 }
 
 void Updater::follow(std::span<TrainedPage* const> order) {
@@ -272,11 +364,15 @@ bool Updater::settles_parts(const pager::Page& page, std::uint64_t wanted) {
   return record.in_place && record.page->updated.size() == page.elements && record.target >= wanted;
 }
 
-void Updater::settle_parts(pager::Page& page, std::span<const pager::Range> parts) {
+const std::byte* Updater::settle_parts(pager::Page& page, std::span<const pager::Range> parts) {
   std::unique_lock lock(mutex_);
   Record& record = *records_.at(&page);
   const std::uint64_t target = record.target;
-  if (record.done >= target || parts.empty()) return;
+  // An early update that step() has found under way leaves them where home will be.
+  const auto where = [&] {
+    return record.done < target && record.early ? record.next->data() : page.home.data();
+  };
+  if (record.done >= target || parts.empty()) return where();
   // Others of it may have gone first already, and once is enough: then the rest comes next.
   const bool first = record.asked.empty() && record.made.empty();
   if (first) {
@@ -290,6 +386,7 @@ void Updater::settle_parts(pager::Page& page, std::span<const pager::Range> part
     return (first && !record.made.empty()) || record.done >= target || error_ != nullptr;
   });
   if (error_ != nullptr) std::rethrow_exception(error_);
+  return where();
 }
 
 void Updater::about_to_write(pager::Page& page) {
@@ -306,10 +403,18 @@ void Updater::settle_part(const pager::Page& page, std::uint64_t version) {
   std::unique_lock lock(mutex_);
   const auto found = records_.find(&page);
   if (found == records_.end()) return;  // not trained: always up to date
-  changed_.wait(lock,
-                [&] { return found->second->done >= version || error_ != nullptr || stopping_; });
+  // The record stays as long as somebody waits; the map may change meanwhile.
+  Record& record = *found->second;
+  ++record.waiting;
+  changed_.wait(lock, [&] {
+    return record.done >= version || record.removed || error_ != nullptr || stopping_;
+  });
+  const bool made = record.done >= version;
+  --record.waiting;
+  changed_.notify_all();
   if (error_ != nullptr) std::rethrow_exception(error_);
-  PAGODA_CHECK_GE(found->second->done, version, "the updater stops");
+  PAGODA_CHECK(made, "page {} has no update {}: its model was released, or the engine ends",
+               page.name, version);
 }
 
 void Updater::await_part(const pager::Page& page) {
@@ -400,8 +505,9 @@ void Updater::fill_slots(std::unique_lock<std::mutex>& lock) {
       current_->urgent = false;
       queue_.pop_front();
       next_chunk_ = 0;
-      current_->chunks_left = current_->chunks();
-      if (current_->chunks_left == 0) {  // nothing of it is this rank's
+      current_->stage = Stage::Running;
+      current_->chunks_left = current_->copies ? 0 : current_->chunks();
+      if (current_->chunks_left == 0) {  // nothing of it is this rank's, or all is computed
         lock.unlock();
         page_done(*std::exchange(current_, nullptr));
         lock.lock();
@@ -415,7 +521,7 @@ void Updater::fill_slots(std::unique_lock<std::mutex>& lock) {
     lock.unlock();
     Bytes from_disk = 0;
     naming_page(*record.page, [&] {
-      from_disk = slot.chunk.begin(*record.page, record.layout, chunk, record.on_trust);
+      from_disk = slot.chunk.begin(*record.page, record.layout, chunk, record.written());
     });
     slot.record = &record;
     free_.pop_front();
@@ -434,15 +540,13 @@ void Updater::compute(Slot& slot) {
   const pager::Range elements = slot.chunk.elements();
   {
     const std::lock_guard lock(mutex_);
-    if (record.given_up) return;
+    if (record.rolled_back) return;
   }
   PAGODA_TRACE("optim", "update", {"page", record.page->page->name}, {"elements", elements.size()});
   const Stopwatch working;
   if (record.page->state_blank) slot.chunk.fill_blank(pool_);
-  if (record.on_trust) slot.chunk.keep_parameters(pool_);
   slot.chunk.apply(without(elements, record.made), *record.step, options_.seed, pool_);
   ++record.computed;
-  ++record.applied;
   const Nanos busy = working.elapsed_ns();
 
   const Bytes to_disk = slot.chunk.write();
@@ -475,8 +579,7 @@ void Updater::make_parts(Record& record, std::unique_lock<std::mutex>& lock) {
         here.push_back({std::max(part->begin, elements.begin), std::min(part->end, elements.end)});
       }
       if (here.empty()) continue;
-      // What is looked up is never undone: its step has been taken, so nothing is kept.
-      chunk.begin(page, record.layout, index, record.on_trust);
+      chunk.begin(page, record.layout, index, record.written());
       chunk.apply(here, *record.step, options_.seed, pool_);
     }
   });
@@ -497,31 +600,54 @@ void Updater::finish(Slot& slot) {
   if (--record.chunks_left == 0) page_done(record);
 }
 
+/// All of an update is computed: nobody sees an early one before its step().
 void Updater::page_done(Record& record) {
+  {
+    const std::lock_guard lock(mutex_);
+    record.page->state_blank = false;
+    record.computed = 0;
+    record.asked.clear();
+    std::erase(asked_, &record);
+    if (!record.released) {
+      record.stage = record.rolled_back ? Stage::Idle : Stage::Computed;
+      --owed_;
+      changed_.notify_all();
+      return;
+    }
+  }
+  if (record.early && !exchanges(*record.page, *record.next)) {
+    naming_page(*record.page,
+                [&] { copy_parameters(pager_.tiers(), *record.page, *record.next, pool_); });
+  }
+  publish(record);
+  const std::lock_guard lock(mutex_);
+  --owed_;
+  changed_.notify_all();
+}
+
+/// The update has been computed and asked for: it becomes the page's.
+void Updater::publish(Record& record) {
   TrainedPage& page = *record.page;
-  page.state_blank = false;
   std::uint64_t version = 0;
   Finished finished;
   {
     const std::lock_guard lock(mutex_);
+    if (record.early && exchanges(page, *record.next)) {
+      pager_.exchange_home(*page.page, const_cast<pager::Home&>(*record.next));
+    }
+    if (record.reversible) std::swap(page.state, page.spare);
     for (TrainedParameter& parameter : page.parameters) {
-      if (parameter.used && !record.given_up) ++parameter.updates;
+      if (parameter.used) ++parameter.updates;
       parameter.used = false;
     }
-    if (record.on_trust && !record.given_up) std::swap(page.state, page.spare);
-    version = ++record.done;
-    record.computed = 0;
-    record.asked.clear();
+    record.stage = Stage::Idle;
     record.made.clear();
-    std::erase(asked_, &record);
+    version = ++record.done;
     finished = finished_;
     ++stats_.pages;
     changed_.notify_all();
   }
   if (!finished || finished(page, version)) pager_.updated(*page.page, version);
-  const std::lock_guard lock(mutex_);
-  --owed_;
-  changed_.notify_all();
 }
 
 pager::Range Updater::kept(const pager::Page& page, pager::Range shard) {

@@ -25,8 +25,8 @@ namespace pagoda::optim {
 
 struct UpdaterStats {
   std::uint64_t pages = 0;
-  std::uint64_t early = 0;  // of these, begun before their step()
-  std::uint64_t undone = 0;
+  std::uint64_t early = 0;        // of these, begun before their step()
+  std::uint64_t rolled_back = 0;  // of those, made again in their step()
   std::uint64_t elements = 0;
   Nanos busy = 0;          // in the kernels
   Nanos waited_io = 0;     // for state to arrive or to leave
@@ -76,25 +76,31 @@ class Updater final : public pager::Debts {
   void add(TrainedPage& page, const Optimizer& optimizer);
   void remove(TrainedPage& page);
 
-  /// What a page's updates take to be undone: TrainedPage::spare and ::before.
-  struct UndoBytes {
-    Bytes state = 0;
-    Bytes parameters = 0;
+  /// Host memory that early updates of a page take beside what it has.
+  struct EarlyBytes {
+    Bytes spare = 0;  // TrainedPage::spare, where they can be rolled back
+    Bytes next = 0;   // TrainedPage::next; none where parameters go over the gradient
   };
-  /// Of a page that add() has told of; nothing where its updates cannot be undone.
-  std::optional<UndoBytes> undo_bytes(const TrainedPage& page) const;
+  /// Of a page that add() has told of; nothing where none of its updates may begin early.
+  std::optional<EarlyBytes> early_bytes(const TrainedPage& page, bool reversible) const;
 
-  /// The pages, which the pager knows to owe an update, are updated: in this order, where follow()
-  /// has said nothing of them. `on_trust`: they may still be undone, which each of them must allow
-  /// (TrainedPage::can_be_undone).
-  void start(std::span<TrainedPage* const> order, std::shared_ptr<const StepScalars> scalars,
-             bool on_trust = false);
-  /// What has not been made of these updates is left out. Returns when none is under way. The pages
-  /// get another version all the same, which is nobody's to use: they are to be undone.
-  void give_up(std::span<TrainedPage* const> pages);
-  /// State and parameters of pages that owe an update, which has not been started, are again what
-  /// they were before the last one. That was started on trust, and their gradients are still there.
-  void undo(std::span<TrainedPage* const> pages);
+  /// The pages, which the pager knows to have a pending update, are updated: in this order, where
+  /// follow() has said nothing of them.
+  void start(std::span<TrainedPage* const> order, std::shared_ptr<const StepScalars> scalars);
+  /// Whether an update of the page can begin before its step().
+  bool may_start_early(const TrainedPage& page, bool reversible) const;
+  /// A page whose gradient is complete is updated before step(), which nobody sees until release():
+  /// home keeps the parameters of before. `reversible`: so do state and gradient. See "Early
+  /// updates" in docs/notes/lazy-updates.md.
+  void start_early(TrainedPage& page, std::shared_ptr<const StepScalars> scalars, bool reversible);
+  /// Whether an early update of the page has been started, and step() has not taken it yet.
+  bool early(const TrainedPage& page) const;
+  /// step() takes these early updates; the pager knows that they are pending. What has been
+  /// computed becomes visible at once, the rest when it has been.
+  void release(std::span<TrainedPage* const> pages);
+  /// Forgets early updates, as if they had never begun: reversible ones, and any of which nothing
+  /// has been computed. Returns when none of them is under way.
+  void roll_back(std::span<TrainedPage* const> pages);
   /// What waits is made in this order, and so is what is started until the next call: what the next
   /// forward needs first must not wait for the rest. What is not in it comes last.
   void follow(std::span<TrainedPage* const> order);
@@ -102,7 +108,7 @@ class Updater final : public pager::Debts {
   void settle(pager::Page& page) override;
   /// Where this rank updates all of the page, and nothing has to be read for it first.
   bool settles_parts(const pager::Page& page, std::uint64_t wanted) override;
-  void settle_parts(pager::Page& page, std::span<const pager::Range> parts) override;
+  const std::byte* settle_parts(pager::Page& page, std::span<const pager::Range> parts) override;
   void about_to_write(pager::Page& page) override;
   pager::Range kept(const pager::Page& page, pager::Range shard) override;
   void overwritten(pager::Page& page, std::uint64_t begin, std::uint64_t count,
@@ -120,18 +126,24 @@ class Updater final : public pager::Debts {
   UpdaterStats stats() const;
 
  private:
+  enum class Stage : std::uint8_t;
   struct Record;
   struct Slot;
 
   Bytes buffered_bytes(const TrainedPage& page, const StateLayout& layout) const;
   static bool sooner(const Record* a, const Record* b) noexcept;
   void bring_forward(Record& record);
+  void enqueue(Record& record, std::shared_ptr<const StepScalars> scalars);
+  void enqueue(Record& record);
   void run();
   void fill_slots(std::unique_lock<std::mutex>& lock);
   void compute(Slot& slot);
   void make_parts(Record& record, std::unique_lock<std::mutex>& lock);
   void finish(Slot& slot);
   void page_done(Record& record);
+  void publish(Record& record);
+  const pager::Home* early_home(const TrainedPage& page, bool reversible) const noexcept;
+  bool exchanges(const TrainedPage& page, const pager::Home& next) const noexcept;
 
   pager::Pager& pager_;
   ThreadPool& pool_;

@@ -54,8 +54,12 @@ class Debts {
   /// Whether some of `page` can be settled long before the rest. `wanted`: updates that it must
   /// have seen; no, if somebody is about to owe the last of them and has not begun it.
   virtual bool settles_parts(const Page& /*page*/, std::uint64_t /*wanted*/) { return false; }
-  /// The same as settle() for these elements, in ascending order, alone.
-  virtual void settle_parts(Page& page, std::span<const Range> /*parts*/) { settle(page); }
+  /// The same as settle() for these elements, in ascending order, alone. Returns where element 0 of
+  /// the page, and with it they, are: its home, or what is about to become its home.
+  virtual const std::byte* settle_parts(Page& page, std::span<const Range> /*parts*/) {
+    settle(page);
+    return page.home.data();
+  }
   /// User code is about to write to a page that owes nothing: returns when no other rank still has
   /// to read what it holds now.
   virtual void about_to_write(Page& /*page*/) {}

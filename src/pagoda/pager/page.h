@@ -25,13 +25,6 @@ enum class Residency : std::uint8_t {
   Leaving,   ///< being written back to its home [the page, until that is over]
 };
 
-/// Whether the page's update of the coming step begins before step().
-enum class Early : std::uint8_t {
-  No,
-  Asked,  ///< the ranks are being asked: a touch waits for the answer
-  Begun,  ///< a touch before step() is an error: it would see what is not there yet
-};
-
 /// The other side of a page: whoever must learn where its bytes are now (torch's storages). Called
 /// under the pager's lock, from the thread that touches or evicts; must not call the pager.
 class Binding {
@@ -41,6 +34,9 @@ class Binding {
   virtual void bind(std::byte* data) noexcept = 0;
   /// The page is absent: an access shall throw `why`.
   virtual void unbind(const std::string& why) noexcept = 0;
+  /// Whether others than the parameters themselves share the bytes: a view that user code keeps may
+  /// be read without anybody being told.
+  virtual bool has_views() const noexcept { return false; }
 };
 
 /// The storage of one parameter, or of several that are views of it. A record: the Pager guards all
@@ -52,15 +48,15 @@ struct alignas(64) Page {
 
   const PageId id;
   Residency residency = Residency::Absent;
-  Early early = Early::No;
+  /// Its next version is being made before step() asks for it: a copy of this one will hardly be
+  /// used, and is not fetched ahead.
+  bool superseded = false;
   /// Home and resident copy are one: the page lives on the device and never leaves.
   bool fixed = false;
   bool bound = false;
-  bool dirty = false;          // written by user code since it came, or since the last write-back
-  bool prefetched = false;     // came by prefetch and was not used yet
-  bool spare = false;          // counted among the bytes that may be evicted
-  bool gradient_gone = false;  // the last gradient before the step has been handed over
-  bool used_late = false;      // touched after that, in some step
+  bool dirty = false;       // written by user code since it came, or since the last write-back
+  bool prefetched = false;  // came by prefetch and was not used yet
+  bool spare = false;       // counted among the bytes that may be evicted
   /// Home has never been written: a page that was born and not yet initialised.
   bool blank = true;
   bool dead = false;          // its storage is gone
@@ -86,13 +82,18 @@ struct alignas(64) Page {
   /// The bytes when the page is not on the device: all of it, or this rank's shard.
   Home home;
   Range home_range;
+  /// Other ranks read `home`: a shard, which of a small page may be all of it.
+  bool shared = false;
   /// The whole page as this rank's user code has written it, while `home` still has what the last
   /// update left, for other ranks and for masters to compare with; until Pager::publish().
   Home own_copy;
   /// What a fixed page held when user code began to write to it, until masters have followed.
   Home before;
   std::uint64_t resident_version = 0;
-  device::Mark written;  // behind the last operator on a stream that wrote it
+  /// Of its bytes while it is held, where the host can read them: finds writes by raw pointers.
+  std::uint64_t held_sum = 0;
+  bool held_for_write = false;  // …where it cannot
+  device::Mark written;         // behind the last operator on a stream that wrote it
   /// Behind what streams have been given that reads home, beside the copy that `ready` is behind:
   /// lookups, and copies to where the page has been dropped from since.
   std::vector<device::Mark> reading;
@@ -110,6 +111,8 @@ struct alignas(64) Page {
   }
   bool whole_home() const noexcept { return home_range.size() == elements; }
   bool owes() const noexcept { return version < wanted; }
+  /// A fetch would bring what is out of date soon, or has to wait.
+  bool awaited() const noexcept { return owes() || superseded; }
 };
 
 }  // namespace pagoda::pager

@@ -19,6 +19,7 @@ Pager::Pager(Tiers& tiers, Options options)
   unsigned number = 0;
   for (Lane& lane : lanes_) {
     lane.stream = tiers_.device()->make_stream({.name = fmt::format("pages in {}", number++)});
+    if (tiers_.device()->kind() == device::DeviceKind::Host) continue;  // filled without it
     lane.staging = tiers_.host().allocate(options_.staging, tag::kStaging, "fetch staging");
   }
   write_staging_ = tiers_.host().allocate(options_.staging, tag::kStaging, "write-back staging");
@@ -207,8 +208,7 @@ void Pager::pump(const Lock& lock) {
     const PageId id = foresight_->next_fetch(occupancy(lock));
     if (id == kNoPage) return;
     Page& page = *by_id_[id];
-    if (page.residency != Residency::Absent || page.owes() || page.blank) return;
-    if (page.early == Early::Asked) return;
+    if (page.residency != Residency::Absent || page.awaited() || page.blank) return;
     if (page.fetch_error != nullptr) return;  // whoever touches it shall see that first
     while (!try_take_block(page, lock)) {
       Page* goes = victim(id, false, lock);
@@ -260,6 +260,12 @@ void Pager::drop_copy(Page& page, const Lock& lock) {
   page.prefetched = false;
 }
 
+void Pager::bind(Page& page, const Lock& /*lock*/) {
+  if (page.bound || page.binding == nullptr) return;
+  page.binding->bind(page.device_block().data());
+  page.bound = true;
+}
+
 /// Where the engine has failed an access says why: an operator whose touch threw may be on its way
 /// to it, while a fetch of the same page fails as well.
 void Pager::unbind(Page& page, const Lock& /*lock*/) {
@@ -271,12 +277,11 @@ void Pager::unbind(Page& page, const Lock& /*lock*/) {
     page.binding->unbind(denied->why);
     return;
   }
+  const std::string_view why = page.owes() ? "has a pending update" : "is not on the device";
   page.binding->unbind(
-      refused_.empty()
-          ? fmt::format(
-                "page '{}' is not on the device: nothing announced that it would be read; {}",
-                page.name, options_.pin_advice)
-          : refused_);
+      refused_.empty() ? fmt::format("page '{}' {}: nothing announced that it would be read; {}",
+                                     page.name, why, options_.pin_advice)
+                       : refused_);
 }
 
 }  // namespace pagoda::pager

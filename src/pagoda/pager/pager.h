@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <condition_variable>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -61,6 +62,12 @@ class Pager {
     DroppedWait dropped_wait = DroppedWait::None;
   };
 
+  /// Buffers of Options::staging bytes that a pager takes: one for write-backs and, where the host
+  /// cannot fill the device's memory itself, one for each fetch thread.
+  static Bytes staging_buffers(device::DeviceKind kind, unsigned fetch_threads) noexcept {
+    return 1 + (kind == device::DeviceKind::Host ? 0 : fetch_threads);
+  }
+
   Pager(Tiers& tiers, Options options);
   Pager(const Pager&) = delete;
   Pager& operator=(const Pager&) = delete;
@@ -70,9 +77,12 @@ class Pager {
   /// page from now on.
   void stop_fetching() noexcept;
 
-  /// Keeps a page resident and bound until release_pin(): for code that reads raw pointers.
-  void hold(Page& page, device::Stream* consumer);
+  /// Keeps a page resident and bound until release_hold(): for code that uses raw pointers. What it
+  /// writes is found where the host can read the bytes; elsewhere only with `write`.
+  void hold(Page& page, device::Stream* consumer, bool write = false);
   void release_hold(Page& page) noexcept;
+  /// What raw pointers have written to pages that are held counts as written by user code.
+  void find_raw_writes();
 
   /// What comes later than the pager: who knows the future, the debts, the other ranks. Set before
   /// the first touch that needs them; null for none.
@@ -114,21 +124,25 @@ class Pager {
   bool begin_lookup(const Lookup& lookup, device::Stream* consumer);
   void end_lookup(Page& page, device::Stream* consumer) noexcept;
 
-  /// From now on these pages owe one more update: nobody sees them before updated(). Returns when
-  /// nobody reads their homes any more. Not while an operator runs on them.
-  void owe(std::span<Page* const> pages);
+  /// From now on these pages have one more pending update: nobody sees them before updated().
+  /// Returns when nobody reads their homes any more. Not while an operator runs on them. The
+  /// result: those that raw pointers may read all the same, for user code holds them or keeps a
+  /// view. They are to be refreshed before user code goes on.
+  std::vector<Page*> owe(std::span<Page* const> pages);
+  /// Returns when the pages are up to date where they are held.
+  void refresh(std::span<Page* const> pages);
+  /// Pages that live on the device and have no pending update can be read by raw pointers again.
+  void bind_fixed();
   /// `page.home` has seen all updates up to `version`.
   void updated(Page& page, std::uint64_t version);
 
-  /// The page's last gradient before the step has been handed over: a touch from here to
-  /// step_begins() is remembered.
-  void gradient_gone(Page& page);
-  /// May an update begin before step()? Not if user code has written, pinned or looked at the page
-  /// after its gradient, ever. If yes, a touch waits for answer_early(), and is an error if that
-  /// says yes.
-  bool ask_early(Page& page);
-  void answer_early(Page& page, bool yes);
-  void step_begins(Page& page);
+  /// The page's next version is being made before step(): true if it may be, for user code neither
+  /// has written to the page nor holds it. Until step() the page can be read as ever.
+  bool supersede(Page& page);
+  void end_supersede(Page& page);
+  /// `other`, of the same size and tier, has the page's next version, which is pending: it becomes
+  /// the home, and takes what that was.
+  void exchange_home(Page& page, Home& other);
 
   /// Returns when home has seen every update that it owes; throws once touches are refused.
   void await_version(const Page& page);
@@ -147,6 +161,18 @@ class Pager {
   void set_home_range(Page& page, Range range, Placement placement);
   /// Makes the resident copy the home: the page stays on the device for good.
   void fix(Page& page);
+
+  using ReadPiece = std::function<void(std::span<const std::byte>)>;
+  using WritePiece = std::function<void(std::span<std::byte>)>;
+  /// Hands over the bytes of elements that its home has, what user code has written included, in
+  /// pieces of at most `piece` bytes through the staging buffer. Nobody writes to the page.
+  void read_home(Page& page, Range elements, Bytes piece, const ReadPiece& read);
+  /// All bytes of its home become what `write` fills in, in pieces; copies elsewhere are dropped.
+  /// Nobody uses the page.
+  void write_home(Page& page, Bytes piece, const WritePiece& write);
+  /// A page that was never written becomes the zeros that an operator would see: other ranks may
+  /// read it.
+  void fill_blank(Page& page);
 
   /// From now on every touch throws `why`, with the page's storage.
   void refuse(std::string why) noexcept;
@@ -202,6 +228,8 @@ class Pager {
   void fill_from(const Page& page, const Home& home, Range range, std::byte* to, Lane& lane);
   void fill_from_others(const Page& page, std::byte* to, std::uint64_t version, Lane& lane);
   void drop_copy(Page& page, const Lock& lock);
+  void bind(Page& page, const Lock& lock);
+  void note_raw_write(Page& page, const Lock& lock);
   void leave_lookup(Page& page) noexcept;
   device::Mark mark_or_wait(device::Stream& stream, const Lock& lock) noexcept;
   void refuse(std::string why, const Lock& lock) noexcept;
@@ -223,6 +251,8 @@ class Pager {
   void bury(const Lock& lock);
   void unbind(Page& page, const Lock& lock);
   void unpin_all(std::span<const Access> accesses, const Lock& lock) noexcept;
+  static void forget_pin(const Page& page) noexcept;
+  void keep_held(Page& page, Lock& lock);
   /// A copy is over when it has been issued, and nobody needs to be told of waits.
   bool copies_at_once() const noexcept {
     return tiers_.device()->kind() == device::DeviceKind::Host &&
@@ -232,7 +262,6 @@ class Pager {
   bool denied_to_others(std::span<const Access> accesses, const Lock& lock) const;
   void await_copies(std::span<const Access> accesses);
   void tell_checker(std::span<const Access> accesses, device::Stream* consumer) const;
-  [[noreturn]] void used_early(const Page& page) const;
   [[noreturn]] void too_large(std::span<const Access> accesses) const;
 
   Tiers& tiers_;

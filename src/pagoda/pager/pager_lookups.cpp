@@ -46,7 +46,7 @@ bool Pager::begin_lookup(const Lookup& lookup, device::Stream* consumer) {
                         page.home.tier() == Tier::Host && page.whole_home() && !page.own_copy &&
                         !page.blank;
   const Access access{&page, false};
-  if (!in_place || page.early != Early::No || page.fetch_error != nullptr || !refused_.empty() ||
+  if (!in_place || page.fetch_error != nullptr || !refused_.empty() ||
       denied_to_others({&access, 1}, lock)) {
     return false;  // touch() knows what to do
   }
@@ -56,6 +56,7 @@ bool Pager::begin_lookup(const Lookup& lookup, device::Stream* consumer) {
   ++page.pins;
   Debts* debts = debts_;
   const bool owes = page.owes();
+  const std::byte* rows = page.home.data();
   const std::uint64_t wanted = page.wanted;
   lock.unlock();
   try {
@@ -66,7 +67,7 @@ bool Pager::begin_lookup(const Lookup& lookup, device::Stream* consumer) {
     if (owes) {
       const Stopwatch watch;
       PAGODA_TRACE("pager", "wait for update", {"page", page.name}, {"rows", lookup.count});
-      debts->settle_parts(page, elements_of(lookup.rows(), lookup));
+      rows = debts->settle_parts(page, elements_of(lookup.rows(), lookup));
       const Lock relock(mutex_);
       stats_.update_stall += watch.elapsed_ns();
       stalled_ += watch.elapsed_ns();
@@ -78,9 +79,8 @@ bool Pager::begin_lookup(const Lookup& lookup, device::Stream* consumer) {
   lock.lock();
   ++stats_.lookups;
   stats_.host_to_device += lookup.count * lookup.width * page.element_size;
-  page.used_late = page.used_late || page.gradient_gone;
   if (!page.bound && page.binding != nullptr) {
-    page.binding->bind(page.home.data());
+    page.binding->bind(const_cast<std::byte*>(rows));
     page.bound = true;
   }
   return true;

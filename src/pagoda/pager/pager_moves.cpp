@@ -370,7 +370,7 @@ void Pager::write_back(Page& page, Lock& lock) {
 void Pager::store(Page& page, const std::byte* from) {
   Home* target = &page.home;
   const bool has_master = page.attached && debts_ != nullptr && page.element_size == 2;
-  if (!page.whole_home() || has_master) {
+  if (page.shared || has_master) {
     if (!page.own_copy) {
       const Placement as_home = page.home.tier() == Tier::Nvme ? Placement::Nvme : Placement::Host;
       Home copy = tiers_.allocate(page.bytes(), as_home, tag::kParameters, page.name);
@@ -434,6 +434,7 @@ bool Pager::publish(Page& page) {
   write_back(page);
   Lock lock(mutex_);
   changed_.wait(lock, [&] { return !page.moving() && page.readers == 0; });
+  if (page.holds > 0) keep_held(page, lock);
   if (!page.own_copy) return false;
   alone_with(page, lock, [&] {
     const Bytes size = page.element_size;
@@ -457,6 +458,7 @@ void Pager::set_home_range(Page& page, Range range, Placement placement) {
   write_back(page);
   Lock lock(mutex_);
   changed_.wait(lock, [&] { return !page.moving() && page.readers == 0; });
+  page.shared = true;
   if (page.home_range == range || page.fixed) return;
   PAGODA_CHECK(page.whole_home(), "only a whole home can be cut (page {})", page.name);
   const Bytes begin = range.begin * page.element_size;

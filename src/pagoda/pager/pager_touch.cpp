@@ -57,12 +57,10 @@ void Pager::touch(std::span<const Access> accesses, std::uint8_t mode, device::S
       continue;
     }
     const auto owing = std::find_if(accesses.begin(), accesses.end(), [](const Access& access) {
-      return access.page->owes() || access.page->early != Early::No || access.page->lookups > 0;
+      return access.page->owes() || access.page->lookups > 0;
     });
     if (owing != accesses.end()) {
-      if (owing->page->early == Early::Begun) used_early(*owing->page);
-      // The ranks are being asked, or another thread's operator has the storage, while it runs.
-      if (owing->page->early == Early::Asked || owing->page->lookups > 0) {
+      if (owing->page->lookups > 0) {  // another thread's operator has the storage, while it runs
         changed_.wait(lock);
         continue;
       }
@@ -102,8 +100,7 @@ void Pager::touch(std::span<const Access> accesses, std::uint8_t mode, device::S
       bool again = false;
       for (const Access& access : accesses) {
         await(*access.page, lock);
-        again = again || access.page->residency != Residency::Resident || access.page->owes() ||
-                access.page->early != Early::No;
+        again = again || access.page->residency != Residency::Resident || access.page->owes();
       }
       if (again) {
         unpin_all(accesses, lock);
@@ -313,18 +310,43 @@ bool Pager::take_blocks_afresh(std::span<const Access> accesses, Lock& lock) {
 }
 
 void Pager::too_large(std::span<const Access> accesses) const {
+  std::vector<const Page*> pages;
+  for (const Access& access : accesses) {
+    if (std::find(pages.begin(), pages.end(), access.page) == pages.end()) {
+      pages.push_back(access.page);
+    }
+  }
+  std::stable_sort(pages.begin(), pages.end(),
+                   [](const Page* a, const Page* b) { return a->bytes() > b->bytes(); });
+  const device::ArenaStats arena = tiers_.arena().stats();
+  constexpr std::size_t kListed = 5;
   std::string list;
   Bytes sum = 0;
-  for (const Access& access : accesses) {
-    sum += access.page->bytes();
-    list += fmt::format("{}{} ({})", list.empty() ? "" : ", ", access.page->name,
-                        format_bytes(access.page->bytes()));
+  Bytes blocks = 0;         // the same in whole blocks
+  Bytes held = arena.used;  // by others: what is pinned or placed on the device
+  for (std::size_t i = 0; i < pages.size(); ++i) {
+    const Page& page = *pages[i];
+    const Bytes taken = Tiers::device_bytes(page.bytes());
+    sum += page.bytes();
+    blocks += taken;
+    if (page.residency != Residency::Absent) held -= std::min(held, taken);
+    if (i >= kListed) continue;
+    list +=
+        fmt::format("{}{} ({})", list.empty() ? "" : ", ", page.name, format_bytes(page.bytes()));
   }
-  const device::ArenaStats arena = tiers_.arena().stats();
+  if (pages.size() > kListed) list += fmt::format(" and {} more", pages.size() - kListed);
+  // Where the sum would fit, what is pinned lies in its way: behind it there is room for all.
+  const Bytes needed = held + blocks > arena.capacity ? held + blocks : arena.capacity + blocks;
   throw OperatorTooLarge(fmt::format(
-      "an operator needs {} of pages at once and the device budget has {} for pages, {} of it held "
-      "by pinned ones: {}; raise device_budget",
-      format_bytes(sum), format_bytes(arena.capacity), format_bytes(arena.used), list));
+      "an operator needs {}{} of pages at once: {}; device_budget = {} has {} for pages{}: raise "
+      "device_budget to at least {}",
+      format_bytes(sum),
+      blocks == sum
+          ? ""
+          : fmt::format(" ({} in blocks of {} B)", format_bytes(blocks), Tiers::kDeviceBlock),
+      list, format_bytes(tiers_.options().device_budget), format_bytes(arena.capacity),
+      held == 0 ? "" : fmt::format(", {} of it pinned or placed there", format_bytes(held)),
+      format_bytes_up(Tiers::least_device_budget(tiers_.options(), needed, 0))));
 }
 
 /// Waits until the page is neither on its way in nor out; throws what kept it from coming in.
@@ -345,10 +367,9 @@ void Pager::await(Page& page, Lock& lock) {
 }
 
 void Pager::use(Page& page, bool write, std::uint8_t mode, device::Stream* consumer,
-                const Lock& /*lock*/) {
+                const Lock& lock) {
   ++stats_.touches;
   page.last_touch = ++sequence_;
-  page.used_late = page.used_late || page.gradient_gone;
   if (page.prefetched) {
     ++stats_.prefetch_hits;
     page.prefetched = false;
@@ -363,10 +384,7 @@ void Pager::use(Page& page, bool write, std::uint8_t mode, device::Stream* consu
     }
     page.device_block().touch(*consumer);
   }
-  if (!page.bound && page.binding != nullptr) {
-    page.binding->bind(page.device_block().data());
-    page.bound = true;
-  }
+  bind(page, lock);
   if (write) {
     page.dirty = true;
     page.blank = false;
@@ -381,10 +399,14 @@ void Pager::unpin(std::span<const Access> accesses, device::Stream* consumer) no
   }
   const Lock lock(mutex_);
   for (const Access& access : accesses) {
-    forget_pin_here(*access.page);
+    forget_pin(*access.page);
     if (consumer != nullptr && access.write) access.page->written = mark_or_wait(*consumer, lock);
   }
   unpin_all(accesses, lock);
+}
+
+void Pager::forget_pin(const Page& page) noexcept {
+  forget_pin_here(page);
 }
 
 /// Behind what the stream has been given so far. Where there can be no mark the work is waited for;
@@ -463,29 +485,6 @@ void Pager::unpin_all(std::span<const Access> accesses, const Lock& lock) noexce
     --access.page->pins;
     recount(*access.page, lock);
   }
-  if (starved_ > 0) changed_.notify_all();
-}
-
-void Pager::hold(Page& page, device::Stream* consumer) {
-  const Access access{&page, false};
-  touch({&access, 1}, 0, consumer);
-  try {
-    if (consumer != nullptr) await_copies({&access, 1});  // a pointer may go to any stream
-  } catch (...) {
-    unpin({&access, 1}, consumer);
-    throw;
-  }
-  const Lock lock(mutex_);
-  ++page.holds;
-  pins_of_this_thread.pop_back();  // touch() has just put it there
-}
-
-void Pager::release_hold(Page& page) noexcept {
-  const Lock lock(mutex_);
-  --page.holds;
-  --page.pins;
-  ++changes_;
-  recount(page, lock);
   if (starved_ > 0) changed_.notify_all();
 }
 

@@ -23,7 +23,8 @@ bool refused_by_rank(const std::exception_ptr& error) {
 
 }  // namespace
 
-void Pager::owe(std::span<Page* const> pages) {
+std::vector<Page*> Pager::owe(std::span<Page* const> pages) {
+  std::vector<Page*> exposed;
   Lock lock(mutex_);
   for (Page* page : pages) {
     if (!page->owes()) ++owing_;
@@ -36,10 +37,35 @@ void Pager::owe(std::span<Page* const> pages) {
       if (!refused_by_rank(error)) std::rethrow_exception(error);
     }
     await_reads(*page, lock);
-    if (page->fixed || page->residency != Residency::Resident) continue;
+    if (page->residency != Residency::Resident) continue;
     PAGODA_CHECK_EQ(page->pins, page->holds,
                     "an operator still runs on a page that is updated (page {})", page->name);
-    if (page->holds == 0) drop_copy(*page, lock);
+    const bool viewed = page->fixed && page->binding != nullptr && page->binding->has_views();
+    if (page->holds > 0 || viewed) {
+      exposed.push_back(page);
+    } else if (page->fixed) {
+      unbind(*page, lock);  // the next touch, which waits for the update, binds it again
+    } else {
+      drop_copy(*page, lock);
+    }
+  }
+  return exposed;
+}
+
+void Pager::refresh(std::span<Page* const> pages) {
+  for (Page* page : pages) {
+    const Access access{page, false};
+    touch({&access, 1}, 0, nullptr);
+    unpin({&access, 1}, nullptr);
+    Lock lock(mutex_);
+    if (page->holds > 0) keep_held(*page, lock);
+  }
+}
+
+void Pager::bind_fixed() {
+  const Lock lock(mutex_);
+  for (Page* page : by_id_) {
+    if (page != nullptr && page->fixed && !page->owes()) bind(*page, lock);
   }
 }
 
@@ -56,37 +82,27 @@ void Pager::updated(Page& page, std::uint64_t version) {
   pump(lock);
 }
 
-void Pager::gradient_gone(Page& page) {
-  const Lock lock(mutex_);
-  page.gradient_gone = true;
-}
-
-bool Pager::ask_early(Page& page) {
+bool Pager::supersede(Page& page) {
   const Lock lock(mutex_);
   const bool written = page.dirty || page.own_copy || page.before;
-  if (written || page.used_late || page.pins > 0 || page.moving() || page.owes()) return false;
-  page.early = Early::Asked;
+  if (written || page.holds > 0 || page.owes()) return false;
+  page.superseded = true;
+  if (page.evictable(false)) drop_copy(page, lock);
   return true;
 }
 
-void Pager::answer_early(Page& page, bool yes) {
+void Pager::end_supersede(Page& page) {
   const Lock lock(mutex_);
-  page.early = yes ? Early::Begun : Early::No;
-  changed_.notify_all();
+  page.superseded = false;
+  ++changes_;
 }
 
-void Pager::step_begins(Page& page) {
+void Pager::exchange_home(Page& page, Home& other) {
   const Lock lock(mutex_);
-  page.early = Early::No;
-  page.gradient_gone = false;
-}
-
-void Pager::used_early(const Page& page) const {
-  throw UserError(fmt::format(
-      "page '{}' is used between its last gradient of a step and step(), which it was not in the "
-      "steps before: its update has begun. Use it before backward() or after step(), or set "
-      "early_updates to false",
-      page.name));
+  PAGODA_CHECK(page.owes() && !page.moving() && !page.fixed, "page {} is read while it is updated",
+               page.name);
+  PAGODA_CHECK(page.home.tier() == other.tier() && page.home.size() == other.size());
+  std::swap(page.home, other);
 }
 
 void Pager::await_version(const Page& page) {

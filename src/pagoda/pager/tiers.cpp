@@ -15,18 +15,38 @@ constexpr Bytes kSlab = 64_MiB;
 
 }  // namespace
 
+Bytes Tiers::least_device_budget(const Options& options, Bytes pages, Bytes gradient) noexcept {
+  const Bytes wanted = device_bytes(pages);
+  const Bytes share = options.gradient_share;
+  if (share <= 1) return wanted + std::max(options.gradient_staging, gradient);
+  // Smallest b with b - b / share >= wanted.
+  Bytes budget = wanted + wanted / (share - 1);
+  while (budget - budget / share < wanted) ++budget;
+  while (budget - 1 - (budget - 1) / share >= wanted) --budget;
+  return std::max(budget, share * gradient);
+}
+
 Tiers::Tiers(Options options)
     : options_(std::move(options)),
-      device_budget_("device", options_.device_budget),
-      host_budget_("host", options_.host_budget),
-      nvme_budget_("nvme", options_.swap.directories.empty() ? 0 : options_.swap.capacity),
+      device_budget_("device_budget", options_.device_budget),
+      host_budget_("host_budget", options_.host_budget),
+      nvme_budget_("nvme_budget", options_.swap.directories.empty() ? 0 : options_.swap.capacity),
       swap_files_("swap files", options_.swap.directories.empty() ? 0 : options_.swap.capacity),
       gradient_staging_(device_budget_.reserve(options_.gradient_staging, tag::kGradientStaging)),
       copies_(options_.device->make_stream({.name = "homes"})),
       host_memory_(options_.device, host_budget_, kSlab) {
-  arena_ = std::make_unique<device::Arena>(
-      options_.device, device_budget_.reserve(device_budget_.available(), tag::kPages),
-      device::ArenaOptions{.name = "pages"});
+  try {
+    arena_ = std::make_unique<device::Arena>(
+        options_.device, device_budget_.reserve(device_budget_.available(), tag::kPages),
+        device::ArenaOptions{.name = "pages", .alignment = kDeviceBlock});
+  } catch (const EngineError& error) {
+    const device::MemoryInfo memory = options_.device->memory_info();
+    throw UserError(
+        fmt::format("device_budget = {} cannot be had: {} has {} of {} free ({}); lower "
+                    "device_budget",
+                    format_bytes(options_.device_budget), options_.device->name(),
+                    format_bytes(memory.free), format_bytes(memory.total), error.message()));
+  }
   if (!options_.swap.directories.empty()) {
     swap_ = std::make_unique<io::SwapSpace>(options_.swap, swap_files_);
     bounce_ = host_budget_.reserve(swap_->stats().bounce_bytes, tag::kStaging);
@@ -37,13 +57,26 @@ Tiers::~Tiers() = default;
 
 Home Tiers::allocate(Bytes bytes, Placement placement, std::string_view tag,
                      std::string_view name) {
-  if (placement == Placement::Device) return as_home(arena_->allocate(bytes, name));
+  if (placement == Placement::Device) return on_device(bytes, tag, name);
   if (placement == Placement::Nvme) return on_nvme(bytes, tag);
   if (auto home = try_allocate_on_host(bytes, tag, name)) return std::move(*home);
   if (swap_ != nullptr) return on_nvme(bytes, tag);
   // Throws, with the holders.
   (void)host_budget_.reserve(bytes, tag);
   throw EngineError("host memory was refused, and fits");
+}
+
+Home Tiers::on_device(Bytes bytes, std::string_view tag, std::string_view name) {
+  if (auto block = arena_->try_allocate(bytes, name)) return as_home(std::move(*block));
+  const device::ArenaStats arena = arena_->stats();
+  throw BudgetExceeded(
+      fmt::format(
+          "device_budget = {} has {} of {} for pages left, {} of it in one piece, and {} are "
+          "needed for {}: raise device_budget to at least {}",
+          format_bytes(options_.device_budget), format_bytes(arena.free),
+          format_bytes(arena.capacity), format_bytes(arena.largest_free), format_bytes(bytes), tag,
+          format_bytes_up(least_device_budget(options_, arena.capacity + bytes, 0))),
+      "device_budget", arena.capacity, bytes, arena.largest_free);
 }
 
 Home Tiers::as_home(device::Block block) {
@@ -57,11 +90,7 @@ Home Tiers::as_home(device::Block block) {
 
 std::optional<Home> Tiers::try_allocate_on_host(Bytes bytes, std::string_view tag,
                                                 std::string_view name) {
-  // What goes to NVMe later needs host bytes for its checksums: they are not given away.
-  constexpr Bytes kMostForSums = 16;
-  const Bytes sums = swap_ == nullptr ? 0
-                                      : std::min(swap_->sum_bytes(nvme_budget_.available()),
-                                                 host_budget_.limit() / kMostForSums);
+  const Bytes sums = kept_for_checksums(nvme_budget_.available(), host_budget_.limit());
   if (!host_memory_.fits(bytes + sums, tag)) return std::nullopt;
   Home home;
   try {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <algorithm>
 #include <memory>
 #include <optional>
 #include <span>
@@ -22,7 +23,7 @@ inline constexpr std::string_view kPages = "pages";            // resident pages
 inline constexpr std::string_view kParameters = "parameters";  // homes of parameters
 inline constexpr std::string_view kGradients = "gradients";    // homes of gradients
 inline constexpr std::string_view kOptimizer = "optimizer";    // homes of optimizer state
-inline constexpr std::string_view kUndo = "undo";              // to take updates back
+inline constexpr std::string_view kEarly = "early updates";    // what they write until step()
 inline constexpr std::string_view kStaging = "staging";        // buffers on the way
 inline constexpr std::string_view kGradientStaging = "gradient staging";
 inline constexpr std::string_view kChecksums = "checksums";
@@ -39,6 +40,8 @@ class Tiers {
     Bytes device_budget = 0;
     /// Part of device_budget that gradients on their way off the device may take.
     Bytes gradient_staging = 0;
+    /// Where that is one part in so many of any budget; 0: it was set by itself.
+    Bytes gradient_share = 0;
     Bytes host_budget = 0;
     /// Swap space; none without directories. Its capacity is the NVMe budget.
     io::SwapOptions swap;
@@ -50,6 +53,15 @@ class Tiers {
   static constexpr Bytes nvme_bytes(Bytes bytes) noexcept {
     return io::ExtentAllocator::rounded(bytes);
   }
+
+  /// Blocks of device memory are multiples of this.
+  static constexpr Bytes kDeviceBlock = 512;
+  /// What so many bytes take of the part of device_budget that is for pages.
+  static constexpr Bytes device_bytes(Bytes bytes) noexcept {
+    return bytes == 0 ? kDeviceBlock : align_up(bytes, kDeviceBlock);
+  }
+  /// The smallest device_budget that has `pages` bytes for pages and `gradient` for one gradient.
+  static Bytes least_device_budget(const Options& options, Bytes pages, Bytes gradient) noexcept;
 
   explicit Tiers(Options options);
   Tiers(const Tiers&) = delete;
@@ -81,15 +93,28 @@ class Tiers {
   const std::shared_ptr<device::Device>& device() const noexcept { return options_.device; }
   /// Resident pages.
   device::Arena& arena() noexcept { return *arena_; }
+  const device::Arena& arena() const noexcept { return *arena_; }
   HostMemory& host() noexcept { return host_memory_; }
   /// Null without swap directories.
   io::SwapSpace* swap() noexcept { return swap_.get(); }
+  bool swaps() const noexcept { return swap_ != nullptr; }
+  /// Host memory of the checksums of so many bytes on NVMe.
+  Bytes checksum_bytes(Bytes on_nvme) const noexcept {
+    return swap_ == nullptr ? 0 : swap_->sum_bytes(on_nvme);
+  }
+  /// Host memory that is not given to homes, for the checksums of what goes to NVMe later.
+  Bytes kept_for_checksums(Bytes nvme_available, Bytes host_limit) const noexcept {
+    constexpr Bytes kMost = 16;  // one part in so many
+    return std::min(checksum_bytes(nvme_available), host_limit / kMost);
+  }
   Bytes gradient_staging() const noexcept { return options_.gradient_staging; }
+  const Options& options() const noexcept { return options_; }
 
   Budget& budget(Tier tier) noexcept;
   const Budget& budget(Tier tier) const noexcept;
 
  private:
+  Home on_device(Bytes bytes, std::string_view tag, std::string_view name);
   Home on_nvme(Bytes bytes, std::string_view tag);
 
   Options options_;

@@ -24,7 +24,7 @@ class Oracle::View final : public ArenaView {
       case pager::Residency::Absent:
         // One that was never written has nothing to be fetched.
         state.residency = page->blank || page->dead ? Residency::Fetching
-                          : page->owes()            ? Residency::Awaited
+                          : page->awaited()         ? Residency::Awaited
                                                     : Residency::Absent;
         break;
       case pager::Residency::Fetching:

@@ -4,16 +4,15 @@
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
-#include <future>
+#include <list>
 #include <map>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <unordered_map>
-#include <unordered_set>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/DispatchKeySet.h>
 
 #include "pagoda/base/thread_pool.h"
 #include "pagoda/device/stream.h"
@@ -21,73 +20,115 @@
 
 namespace pagoda::torch {
 
-/// Keeps what autograd saves for backward off the device, in an engine's tiers and budgets.
+/// Keeps what autograd saves for backward off the device, in an engine's tiers and budgets. One per
+/// engine: a storage that two forwards save is kept once.
 ///
-/// pack() starts a copy on a thread of its own and lets the device's bytes go when it is over;
-/// unpack() brings them back, exactly, and what was saved just before it with them, for that is
-/// what backward asks for next. A storage is kept once, however many tensors of it are saved. What
-/// fits into no budget stays where it is. Any thread may call it, and drop it: it waits for nobody,
-/// for whoever drops a graph in Python holds the lock that the copying thread may need.
+/// Saved tensors share their storage with every alias, so what plain autograd reads in backward are
+/// the bytes that the storage has then, whoever wrote them last and whichever version counter that
+/// moved. pack() therefore copies nothing: it takes a reference to the storage. Only when that is
+/// the last reference, and nobody can write any more, are the bytes copied off the device, by a
+/// thread of their own, and the device's memory freed; unpack() brings them back, and prefetches
+/// what was saved before, for that is what backward asks for next. See docs/notes/activations.md.
+///
+/// What is no plain strided tensor of this engine's device, or fits into no budget, stays where it
+/// is. Any thread may call the store, and drop what it returns: that waits for nobody, for whoever
+/// drops a graph in Python holds the interpreter's lock, which the copying thread may need.
 class ActivationStore : public std::enable_shared_from_this<ActivationStore> {
  public:
-  struct Options {
+  /// How a forward wants its activations kept.
+  struct Policy {
     pager::Placement placement = pager::Placement::Host;
-    /// Smaller storages are not worth the way.
+    /// Smaller storages stay on the device.
     Bytes least = 16_KiB;
     /// Of the device's bytes, how many may wait to be copied off it, or be back ahead of their use.
     Bytes in_flight = 64_MiB;
-    /// Storages that somebody else keeps anyway: a model's buffers.
-    std::unordered_set<const c10::StorageImpl*> staying;
   };
   /// The stream on which this thread's operators run; null where the device is the host.
   using Consumer = std::function<std::shared_ptr<device::Stream>()>;
 
   struct Kept;
-  /// A saved tensor: its geometry, over a storage that is kept.
+  struct Use;
+  /// What autograd keeps instead of a tensor.
   struct Saved {
-    std::shared_ptr<Kept> kept;
-    at::TensorOptions options;
+    at::Tensor tensor;         // stays where it is; undefined: over a kept storage
+    std::shared_ptr<Use> use;  // …of this one, with the following geometry
+    c10::DispatchKeySet keys;  // with the lazy conjugate and negative bits
+    caffe2::TypeMeta dtype;
     std::vector<std::int64_t> sizes, strides;
     std::int64_t offset = 0;
+    // Autograd checks versions only where there are no hooks, so unpack() does.
+    c10::VariableVersion version{c10::VariableVersion::DISABLED};
+    std::uint32_t saved_version = 0;
   };
 
   /// Made by std::make_shared. `pool` has one thread and ends before the tiers; its tasks keep the
   /// store alive.
-  ActivationStore(pager::Tiers& tiers, ThreadPool& pool, Consumer consumer, Options options);
+  ActivationStore(pager::Tiers& tiers, ThreadPool& pool, c10::Device device, Consumer consumer);
   ActivationStore(const ActivationStore&) = delete;
   ActivationStore& operator=(const ActivationStore&) = delete;
 
-  /// Nothing: the tensor had better stay where it is.
-  std::optional<Saved> pack(const at::Tensor& tensor);
+  Saved pack(const at::Tensor& tensor, const Policy& policy);
+  /// What plain autograd would read now. c10::Error, as autograd's own, if the tensor has been
+  /// modified in place since it was saved.
   at::Tensor unpack(const Saved& saved);
+  /// Starts copying what has no other reference any more; pack() and unpack() do some of this.
+  void sweep();
+
+  /// For tests of timing. sweep(), then waits until all of it has left.
+  void flush();
+  /// For tests of timing. While paused, what would leave waits to be copied.
+  void pause(bool paused);
 
  private:
-  using Lock = std::unique_lock<std::mutex>;
+  struct Section;  // holds the lock
+  using StorageRef = c10::intrusive_ptr<c10::StorageImpl>;
+  using KeptList = std::list<Kept*>;
 
-  void write(const std::shared_ptr<Kept>& kept);
-  void start_reading(const std::shared_ptr<Kept>& kept, const Lock& lock);
+  bool can_leave(const at::Tensor& tensor, const Policy& policy) const;
+  bool capturing() const;
+  std::shared_ptr<Kept> kept_for(const at::Tensor& tensor, const Policy& policy, Section& section);
+  void sweep_fresh(std::size_t at_most, std::uint64_t below, Section& section);
+  void sweep_restored(Section& section);
+  void leave(Kept& kept, Section& section);
+  bool make_home(Kept& kept, Bytes bytes);
+  void write(const std::shared_ptr<Kept>& kept, std::uint64_t turn, Bytes bytes);
+  void wait_until_written(Bytes in_flight, Section& section);
+
+  StorageRef bring_back(const std::shared_ptr<Kept>& kept);
+  void start_reading(const std::shared_ptr<Kept>& kept, StorageRef storage, Section& section);
   void read(Kept& kept);
+  void arrive(Kept& kept, Section& section);
+  std::uint64_t prefetch_before(std::uint64_t number, Bytes window);
+  StorageRef empty_storage(Bytes bytes) const;
+  void use_on_this_stream(const Kept& kept, const c10::StorageImpl& storage);
   template <class Fn>
-  void through_staging(const Kept& kept, Fn&& piece);
-  void prefetch_before(std::uint64_t number, std::vector<std::shared_ptr<Kept>>& seen,
-                       const Lock& lock);
-  void forget(const Kept& kept) noexcept;
+  void through_staging(Bytes bytes, Fn&& piece);
+  void put(Kept& kept, KeptList* list, Section& section);
+  void forget(const Use& use) noexcept;
+  void forget(Kept& kept) noexcept;
 
   pager::Tiers& tiers_;
   ThreadPool& pool_;
+  const c10::Device device_;
   const Consumer consumer_;
-  const Options options_;
   std::shared_ptr<device::Stream> copies_;  // null where the device is the host
-  pager::HostBlock staging_;  // between device and files; the pool's, once pack() has made it
+  pager::HostBlock staging_;  // between device and files; the pool's, once leave() has made it
 
   std::mutex mutex_;
   std::condition_variable written_;
-  std::uint64_t next_ = 0;                                  // guarded by mutex_
-  std::map<std::uint64_t, std::weak_ptr<Kept>> by_number_;  // guarded by mutex_: in pack()'s order
-  std::unordered_map<const c10::StorageImpl*, std::weak_ptr<Kept>> by_storage_;  // by mutex_
-  bool told_ = false;  // guarded by mutex_: that something stays
-  Bytes leaving_ = 0;  // guarded by mutex_: not copied yet
-  Bytes ahead_ = 0;    // guarded by mutex_: back, not asked for
+  // The rest is guarded by mutex_.
+  std::uint64_t next_ = 0;
+  std::map<std::uint64_t, Kept*> by_number_;                       // one for each saved tensor
+  std::unordered_map<const c10::StorageImpl*, Kept*> by_storage_;  // those that are here
+  KeptList fresh_;            // here since they were saved: they leave as soon as they may
+  KeptList restored_;         // here again: they leave when they are too many
+  Bytes restored_bytes_ = 0;  // of those
+  Bytes leaving_ = 0;         // not copied yet
+  Bytes ahead_ = 0;           // back, not asked for
+  bool told_ = false;         // that something stays for want of room
+  bool told_of_failure_ = false;
+  bool paused_ = false;
+  std::vector<std::function<void()>> held_back_;  // copies, while paused
 };
 
 }  // namespace pagoda::torch

@@ -170,7 +170,7 @@ Counts counts_of(const engine::Stats& stats) {
   put("gradients.stall_ns", stats.gradients.push_stall);
   put("updates.pages", stats.updates.pages);
   put("updates.early", stats.updates.early);
-  put("updates.undone", stats.updates.undone);
+  put("updates.rolled_back", stats.updates.rolled_back);
   put("updates.elements", stats.updates.elements);
   put("updates.busy_ns", stats.updates.busy);
   put("updates.waited_io_ns", stats.updates.waited_io);
@@ -275,25 +275,32 @@ struct BoundSaved final : ::torch::CustomClassHolder {
 
 struct BoundActivations final : ::torch::CustomClassHolder {
   BoundActivations() = default;
-  BoundActivations(std::shared_ptr<Engine> engine, std::shared_ptr<ActivationStore> store)
-      : engine(std::move(engine)), store(std::move(store)) {}
+  BoundActivations(std::shared_ptr<Engine> engine, ActivationStore::Policy policy)
+      : engine(std::move(engine)), store(this->engine->activations()), policy(policy) {}
 
   ~BoundActivations() override {
     store.reset();
     let_go(std::move(engine));
   }
 
-  /// None: the tensor stays what it is.
-  std::optional<c10::intrusive_ptr<BoundSaved>> keep(const at::Tensor& tensor) {
-    return telling([&]() -> std::optional<c10::intrusive_ptr<BoundSaved>> {
-      auto saved = store->pack(tensor);
-      if (!saved) return std::nullopt;
-      return c10::make_intrusive<BoundSaved>(engine, store, std::move(*saved));
+  c10::intrusive_ptr<BoundSaved> keep(const at::Tensor& tensor) {
+    return telling([&] {
+      return c10::make_intrusive<BoundSaved>(engine, store, store->pack(tensor, policy));
     });
+  }
+  void sweep() {
+    telling([&] { store->sweep(); });
+  }
+  void flush() {
+    telling([&] { store->flush(); });
+  }
+  void pause(bool paused) {
+    telling([&] { store->pause(paused); });
   }
 
   std::shared_ptr<Engine> engine;
   std::shared_ptr<ActivationStore> store;
+  ActivationStore::Policy policy;
 };
 
 /// One thread calls it, as pagoda::Engine says. Python lets go of its lock meanwhile, so close() is
@@ -309,7 +316,13 @@ class BoundEngine final : public ::torch::CustomClassHolder {
       auto world = group.has_value() ? world_from_group(**group, over)
                    : from_env        ? world_from_env()
                                      : comm::make_solo_world();
-      Config parsed = Config::from_json(config);
+      Config parsed;
+      try {
+        parsed = Config::from_json(config);
+      } catch (const std::exception& error) {
+        world->give_up(error.what());  // the others shall not wait for this rank
+        throw;
+      }
       parsed.pin_advice =
           "pin it (with engine.pin(parameter):), or save the model with engine.save_pretrained()";
       engine_ = std::make_shared<Engine>(parsed, std::move(world));
@@ -318,7 +331,10 @@ class BoundEngine final : public ::torch::CustomClassHolder {
 
   void close() { engine_.reset(); }
 
-  void begin_build() { builds_.emplace_back(std::make_unique<BuildSurroundings>()); }
+  void begin_build() {
+    telling([&] { engine(); });
+    builds_.emplace_back(std::make_unique<BuildSurroundings>());
+  }
   void end_build() { builds_.pop_back(); }
 
   void adopt(const at::Tensor& tensor, const std::string& name) {
@@ -328,10 +344,12 @@ class BoundEngine final : public ::torch::CustomClassHolder {
   /// `group_of`: of each parameter; negative: it is not trained.
   void attach(const std::vector<std::string>& names, const std::vector<at::Tensor>& tensors,
               const std::vector<std::int64_t>& group_of, const std::vector<std::string>& kinds,
-              const std::vector<Constants>& constants) {
+              const std::vector<Constants>& constants, const std::vector<std::string>& buffer_names,
+              const std::vector<at::Tensor>& buffer_tensors) {
     telling([&] {
       PAGODA_CHECK(names.size() == tensors.size() && names.size() == group_of.size() &&
-                   kinds.size() == constants.size());
+                   kinds.size() == constants.size() &&
+                   buffer_names.size() == buffer_tensors.size());
       std::vector<ParameterGroup> groups;
       for (std::size_t g = 0; g < kinds.size(); ++g) {
         groups.push_back({{}, rule_of(kinds[g], constants[g])});
@@ -342,7 +360,11 @@ class BoundEngine final : public ::torch::CustomClassHolder {
         if (group_of[i] < 0) continue;
         groups.at(static_cast<std::size_t>(group_of[i])).parameters.push_back(tensors[i]);
       }
-      engine().attach(parameters, std::move(groups));
+      std::vector<NamedTensor> buffers;
+      for (std::size_t i = 0; i < buffer_names.size(); ++i) {
+        buffers.emplace_back(buffer_names[i], buffer_tensors[i]);
+      }
+      engine().attach(parameters, std::move(groups), buffers);
     });
   }
 
@@ -371,8 +393,24 @@ class BoundEngine final : public ::torch::CustomClassHolder {
   void barrier() {
     telling([&] { engine().barrier(); });
   }
+  void begin_call(const std::string& label) {
+    telling([&] { engine().begin_call(label); });
+  }
+  void end_call(const std::string& error) {
+    telling([&] { engine().end_call(error); });
+  }
+  /// Also of an engine that has been closed: then there is nobody to tell.
+  void fail(const std::string& why) {
+    if (const auto engine = engine_) engine->fail(why);
+  }
   void zero_grad() {
     telling([&] { engine().zero_grad(); });
+  }
+  bool has_gradients() {
+    return telling([&] { return engine().has_gradients(); });
+  }
+  void set_loss_is_scaled(bool scaled) {
+    telling([&] { engine().set_loss_is_scaled(scaled); });
   }
   void set_clip(double clip) {
     telling([&] { engine().set_clip(clip); });
@@ -391,14 +429,15 @@ class BoundEngine final : public ::torch::CustomClassHolder {
     return telling([&] { return engine().grad_norm(); });
   }
 
-  c10::intrusive_ptr<BoundPin> pin(const std::vector<at::Tensor>& parameters) {
+  c10::intrusive_ptr<BoundPin> pin(const std::vector<at::Tensor>& parameters, bool write) {
     return telling([&] {
+      engine();
       auto out = c10::make_intrusive<BoundPin>();
       for (const at::Tensor& parameter : parameters) {
         // The pin of an engine that is gone must not reach into it.
         out->held.push_back(
             std::make_shared<std::pair<std::shared_ptr<Engine>, std::shared_ptr<void>>>(
-                engine_, engine().pin(parameter)));
+                engine_, engine().pin(parameter, write)));
       }
       return out;
     });
@@ -406,14 +445,16 @@ class BoundEngine final : public ::torch::CustomClassHolder {
 
   c10::intrusive_ptr<BoundActivations> activations(const std::string& place,
                                                    const std::string& least,
-                                                   const std::string& in_flight,
-                                                   const std::vector<at::Tensor>& staying) {
+                                                   const std::string& in_flight) {
     return telling([&] {
       PAGODA_REQUIRE(place == "host" || place == "nvme",
                      "activations('{}'): it takes 'host' or 'nvme'", place);
+      PAGODA_REQUIRE(place == "host" || !engine().config().nvme.empty(),
+                     "activations on nvme need directories: set nvme to at least one");
+      const auto placement = place == "host" ? pager::Placement::Host : pager::Placement::Nvme;
+      (void)engine();  // there still is one
       return c10::make_intrusive<BoundActivations>(
-          engine_, engine().activations(place == "host" ? Placement::Host : Placement::Nvme,
-                                        parse_bytes(least), parse_bytes(in_flight), staying));
+          engine_, ActivationStore::Policy{placement, parse_bytes(least), parse_bytes(in_flight)});
     });
   }
 
@@ -467,7 +508,10 @@ TORCH_LIBRARY_FRAGMENT(pagoda, library) {
   library.class_<BoundSaved>("Saved").def(torch::init<>()).def("restore", &BoundSaved::restore);
   library.class_<BoundActivations>("Activations")
       .def(torch::init<>())
-      .def("keep", &BoundActivations::keep);
+      .def("keep", &BoundActivations::keep)
+      .def("sweep", &BoundActivations::sweep)
+      .def("flush", &BoundActivations::flush)
+      .def("pause", &BoundActivations::pause);
   library.class_<BoundEngine>("Engine")
       .def(torch::init<std::string, std::optional<BoundEngine::Group>,
                        std::optional<BoundEngine::Group>, bool>())
@@ -482,7 +526,12 @@ TORCH_LIBRARY_FRAGMENT(pagoda, library) {
       .def("join", &BoundEngine::join)
       .def("finish", &BoundEngine::finish)
       .def("barrier", &BoundEngine::barrier)
+      .def("begin_call", &BoundEngine::begin_call)
+      .def("end_call", &BoundEngine::end_call)
+      .def("fail", &BoundEngine::fail)
       .def("zero_grad", &BoundEngine::zero_grad)
+      .def("has_gradients", &BoundEngine::has_gradients)
+      .def("set_loss_is_scaled", &BoundEngine::set_loss_is_scaled)
       .def("set_clip", &BoundEngine::set_clip)
       .def("set_optimizer", &BoundEngine::set_optimizer)
       .def("loss_scale", &BoundEngine::loss_scale)

@@ -7,7 +7,6 @@
 #include <torch/nn/module.h>
 
 #include "pagoda/base/error.h"
-#include "pagoda/engine/backend.h"
 #include "pagoda/torch/activation_store.h"
 #include "pagoda/torch/birth_scope.h"
 #include "pagoda/torch/build_surroundings.h"
@@ -48,16 +47,18 @@ void Engine::attach(::torch::nn::Module& model, std::vector<ParameterGroup> grou
   Impl::check_modules(model);
   std::vector<NamedTensor> parameters;
   for (const auto& item : model.named_parameters()) parameters.emplace_back(item.pair());
-  impl_->attach(parameters, std::move(groups));
+  std::vector<NamedTensor> buffers;
+  for (const auto& item : model.named_buffers()) buffers.emplace_back(item.pair());
+  impl_->attach(parameters, std::move(groups), buffers);
 }
 
 void Engine::attach(::torch::nn::Module& model, const Optimizer& optimizer) {
   attach(model, std::vector<ParameterGroup>{{{}, optimizer}});
 }
 
-void Engine::attach(const std::vector<NamedTensor>& parameters,
-                    std::vector<ParameterGroup> groups) {
-  impl_->attach(parameters, std::move(groups));
+void Engine::attach(const std::vector<NamedTensor>& parameters, std::vector<ParameterGroup> groups,
+                    const std::vector<NamedTensor>& buffers) {
+  impl_->attach(parameters, std::move(groups), buffers);
 }
 
 void Engine::backward(const at::Tensor& loss, std::optional<bool> last) {
@@ -80,7 +81,20 @@ void Engine::barrier() {
   impl_->runtime().barrier();
 }
 
+void Engine::begin_call(const std::string& label) {
+  impl_->runtime().begin_call(label);
+}
+
+void Engine::end_call(const std::string& error) {
+  impl_->runtime().end_call(error);
+}
+
+void Engine::fail(const std::string& why) {
+  impl_->runtime().fail(std::make_exception_ptr(EngineError(why)), log::Level::Debug);
+}
+
 void Engine::set_lr(double lr) {
+  PAGODA_REQUIRE(!impl_->runtime().groups().empty(), "no model is attached: call attach() first");
   for (std::size_t group = 0; group < impl_->runtime().groups().size(); ++group) set_lr(group, lr);
 }
 
@@ -105,31 +119,27 @@ at::Tensor Engine::grad(const at::Tensor& parameter) {
 }
 
 double Engine::grad_norm() {
-  return impl_->runtime().grad_norm();
+  return impl_->grad_norm();
+}
+
+bool Engine::has_gradients() {
+  return impl_->has_gradients();
+}
+
+void Engine::set_loss_is_scaled(bool scaled) {
+  impl_->set_loss_is_scaled(scaled);
 }
 
 void Engine::zero_grad() {
   impl_->zero_grad();
 }
 
-std::shared_ptr<void> Engine::pin(const at::Tensor& parameter) {
-  return impl_->pin(parameter);
+std::shared_ptr<void> Engine::pin(const at::Tensor& parameter, bool write) {
+  return impl_->pin(parameter, write);
 }
 
-std::shared_ptr<torch::ActivationStore> Engine::activations(
-    Placement placement, Bytes least, Bytes in_flight, const std::vector<at::Tensor>& staying) {
-  PAGODA_REQUIRE(placement != Placement::Nvme || !config().nvme.empty(),
-                 "activations on nvme need directories: set nvme to at least one");
-  torch::ActivationStore::Options options;
-  options.placement = engine::pager_placement(placement);
-  options.least = least;
-  options.in_flight = in_flight;
-  for (const at::Tensor& tensor : staying) {
-    if (tensor.has_storage()) options.staying.insert(tensor.storage().unsafeGetStorageImpl());
-  }
-  return std::make_shared<torch::ActivationStore>(
-      impl_->runtime().tiers(), impl_->activation_pool(), [this] { return impl_->consumer(); },
-      std::move(options));
+std::shared_ptr<torch::ActivationStore> Engine::activations() {
+  return impl_->activations();
 }
 
 void Engine::release(::torch::nn::Module& model) {

@@ -54,9 +54,11 @@ struct StepReport {
 ///   }
 ///
 /// One thread trains; autograd's threads may run operators at the same time. With several ranks,
-/// attach(), step(), join(), grad_norm(), grad() and release() are collectives: every rank calls
-/// them in the same order. The destructor starts none and does not throw; parameters that were not
-/// released throw on access afterwards. After an error every call throws it again.
+/// attach(), step(), join(), zero_grad(), grad_norm(), grad(), barrier() and release() are
+/// collectives: every rank calls them in the same order, and ranks that are in different calls get
+/// an error that names both sides (docs/notes/communication.md). The destructor does not throw; it
+/// serves other ranks until their engines end, too. Parameters that were not released throw on
+/// access afterwards. After an error of the engine's every call throws it again.
 class Engine {
  public:
   explicit Engine(const Config& config,
@@ -80,8 +82,10 @@ class Engine {
   void attach(::torch::nn::Module& model, const Optimizer& optimizer);
   /// The same with groups; parameters in none of them are not trained.
   void attach(::torch::nn::Module& model, std::vector<ParameterGroup> groups);
-  /// The same for a model that is no torch::nn::Module: all its parameters, with their names.
-  void attach(const std::vector<NamedTensor>& parameters, std::vector<ParameterGroup> groups);
+  /// The same for a model that is no torch::nn::Module: all its parameters, with their names, and
+  /// its buffers, which are no pages, but which ranks start with alike (Config::initial).
+  void attach(const std::vector<NamedTensor>& parameters, std::vector<ParameterGroup> groups,
+              const std::vector<NamedTensor>& buffers = {});
 
   /// One micro-batch. `last`: no other comes before step(), so that updates may begin; by default
   /// the `accumulation`-th since the last step is. After it, until step(), what would change the
@@ -97,6 +101,12 @@ class Engine {
   void finish();
   /// Returns when every rank has called it.
   void barrier();
+  /// Around what all ranks do together under the name `label`: they are there when it begins. An
+  /// `error` that this rank met in it is thrown on all the others when it ends; the engines live.
+  void begin_call(const std::string& label);
+  void end_call(const std::string& error = {});
+  /// This rank cannot go on: the others get an error that says `why`, at once.
+  void fail(const std::string& why);
 
   void set_lr(double lr);
   void set_lr(std::size_t group, double lr);
@@ -107,18 +117,24 @@ class Engine {
   double loss_scale() const;
 
   /// The gradient accumulated so far, as fp32 and as large as the parameter: on the host.
+  /// Zeros where none has come; without the loss scale.
   at::Tensor grad(const at::Tensor& parameter);
   double grad_norm();
   void zero_grad();
+  /// Whether a gradient has come on this rank since the last step.
+  bool has_gradients();
+  /// For frameworks that begin the backward pass themselves: while it is set, the losses of such
+  /// passes have been multiplied by loss_scale(). Without it such a pass is an error where there is
+  /// a loss scale.
+  void set_loss_is_scaled(bool scaled);
 
-  /// While the returned handle lives, the page is on the device and its pointer may be used.
-  [[nodiscard]] std::shared_ptr<void> pin(const at::Tensor& parameter);
+  /// While the returned handle lives, the page is on the device and its pointer may be used; what a
+  /// step() changes is there when it returns. On a GPU, writes by pointers need `write`.
+  [[nodiscard]] std::shared_ptr<void> pin(const at::Tensor& parameter, bool write = false);
 
-  /// What autograd saves may be kept in the engine's tiers; the store must end before the engine.
-  /// `staying`: tensors that somebody keeps anyway.
-  std::shared_ptr<torch::ActivationStore> activations(Placement placement, Bytes least,
-                                                      Bytes in_flight,
-                                                      const std::vector<at::Tensor>& staying = {});
+  /// What autograd saves may be kept in the engine's tiers. There is one store; whoever holds what
+  /// it saved keeps the engine alive.
+  std::shared_ptr<torch::ActivationStore> activations();
 
   /// Parameters become plain tensors again, up to date. UserError if they do not fit into memory.
   void release(::torch::nn::Module& model);

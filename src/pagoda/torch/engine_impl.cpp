@@ -2,7 +2,9 @@
 #include "pagoda/torch/engine_impl.h"
 
 #include <algorithm>
+#include <cstring>
 #include <numeric>
+#include <unordered_set>
 #include <utility>
 
 #include <ATen/Functions.h>
@@ -15,20 +17,36 @@
 #include "pagoda/base/log.h"
 #include "pagoda/engine/backend.h"
 #include "pagoda/io/io_error.h"
+#include "pagoda/torch/activation_store.h"
 #include "pagoda/torch/cuda_library.h"
 #include "pagoda/torch/cuda_memory.h"
-#include "pagoda/torch/element_type.h"
 #include "pagoda/torch/gradient_hook.h"
 #include "pagoda/torch/list_operators.h"
+#include "pagoda/torch/pageable.h"
 #include "pagoda/torch/storage_table.h"
 
 namespace pagoda {
 namespace {
 
-kernels::Dtype dtype_of(const at::Tensor& tensor, const std::string& name) {
-  if (const auto known = torch::element_type(tensor)) return *known;
-  throw UserError(fmt::format("parameter '{}' is {}: fp32, bf16 and fp16 can be trained", name,
-                              c10::toString(tensor.scalar_type())));
+/// Whether the tensor's bytes can be copied: those of meta, sparse and other tensors cannot.
+bool has_plain_bytes(const at::Tensor& tensor) {
+  return tensor.defined() && !tensor.is_meta() && tensor.layout() == at::kStrided &&
+         tensor.has_storage() && tensor.numel() > 0 && !tensor.is_quantized();
+}
+
+/// A buffer of the user's model, which ranks start with alike.
+engine::BufferSpec buffer_spec(const std::string& name, const at::Tensor& tensor) {
+  const auto bytes = static_cast<Bytes>(tensor.numel()) * tensor.element_size();
+  const auto read = [tensor](std::span<std::byte> to) {
+    const at::Tensor plain = tensor.detach().resolve_conj().resolve_neg().to(at::kCPU).contiguous();
+    std::memcpy(to.data(), plain.const_data_ptr(), to.size());
+  };
+  const auto write = [tensor](std::span<const std::byte> from) {
+    const at::Tensor plain = at::from_blob(const_cast<std::byte*>(from.data()), tensor.sizes(),
+                                           at::TensorOptions().dtype(tensor.dtype()));
+    tensor.detach().copy_(plain);
+  };
+  return {name, bytes, read, write};
 }
 
 }  // namespace
@@ -43,6 +61,7 @@ Engine::Impl::Impl(const Config& config, std::shared_ptr<comm::World> world)
 
 Engine::Impl::~Impl() {
   activation_pool_.reset();
+  activations_.reset();
   for (Parameter& parameter : parameters_) {
     torch::ParameterTable::instance().erase(parameter.key);
     if (auto alive = parameter.tensor.lock()) {
@@ -51,8 +70,7 @@ Engine::Impl::~Impl() {
   }
   if (std::uncaught_exceptions() > 0 && !runtime_->failed() && runtime_->ranks() > 1) {
     // The other ranks shall not wait for one that is on its way out.
-    runtime_->fail(std::make_exception_ptr(
-        EngineError(fmt::format("rank {} ended with an exception", runtime_->rank()))));
+    runtime_->fail(std::make_exception_ptr(EngineError("it ended with an exception")));
   }
   for (auto& [key, storage] : storages_) torch::StorageTable::instance().erase(storage->key());
   torch::observer::remove();
@@ -77,10 +95,13 @@ void Engine::Impl::limit_device(Bytes limit) {
       torch::limit_cuda_memory(device(), limit - pages, runtime_->device().memory_info().total);
 }
 
-ThreadPool& Engine::Impl::activation_pool() {
-  if (activation_pool_ == nullptr)
+const std::shared_ptr<torch::ActivationStore>& Engine::Impl::activations() {
+  if (activations_ == nullptr) {
     activation_pool_ = std::make_unique<ThreadPool>(1, "activations");
-  return *activation_pool_;
+    activations_ = std::make_shared<torch::ActivationStore>(
+        runtime_->tiers(), *activation_pool_, device(), [this] { return consumer(); });
+  }
+  return activations_;
 }
 
 std::string Engine::Impl::touch_failed(std::exception_ptr error) noexcept {
@@ -125,8 +146,16 @@ std::shared_ptr<device::Stream> Engine::Impl::consumer() {
 }
 
 torch::PageStorage* Engine::Impl::find(const at::Tensor& tensor) const {
+  if (!tensor.defined() || !tensor.has_storage()) return nullptr;
   const auto found = storages_.find(tensor.storage().unsafeGetStorageImpl());
   return found == storages_.end() ? nullptr : found->second.get();
+}
+
+void Engine::Impl::require_ours_or_nobodys(const at::Tensor& tensor,
+                                           const std::string& name) const {
+  const auto* key = tensor.storage().unsafeGetStorageImpl();
+  PAGODA_REQUIRE(torch::StorageTable::instance().find(key) == nullptr || find(tensor) != nullptr,
+                 "parameter '{}' belongs to another engine: release it there first", name);
 }
 
 /// The same sizes over a storage on the engine's device.
@@ -141,6 +170,7 @@ void Engine::Impl::point_at(at::Tensor& tensor, const c10::Storage& storage) con
 torch::PageStorage& Engine::Impl::adopt(const at::Tensor& tensor, const std::string& name) {
   sweep();
   if (torch::PageStorage* known = find(tensor)) return *known;
+  torch::require_pageable(tensor, name, device());
   // A view of a storage that has moved to the engine's device already follows it there.
   const auto moved = moved_.find(tensor.storage().unsafeGetStorageImpl());
   if (moved != moved_.end()) {
@@ -152,9 +182,7 @@ torch::PageStorage& Engine::Impl::adopt(const at::Tensor& tensor, const std::str
     }
     moved_.erase(moved);
   }
-  PAGODA_REQUIRE(
-      torch::StorageTable::instance().find(tensor.storage().unsafeGetStorageImpl()) == nullptr,
-      "parameter '{}' belongs to another engine: release it there first", name);
+  require_ours_or_nobodys(tensor, name);
   const at::DisableRecordFunctionGuard unseen;
   const Bytes size = tensor.element_size();
   const Bytes bytes = tensor.storage().nbytes();
@@ -241,19 +269,6 @@ void Engine::Impl::sweep() {
   }
 }
 
-void Engine::Impl::check_trainable(const at::Tensor& tensor, const std::string& name) const {
-  PAGODA_REQUIRE(!tensor.is_sparse() && tensor.layout() == at::kStrided,
-                 "parameter '{}' is sparse: only dense ones can be paged", name);
-  PAGODA_REQUIRE(!tensor.is_complex(), "parameter '{}' is complex: train its real view instead",
-                 name);
-  const bool plain =
-      tensor.has_storage() && !tensor.key_set().has_any(c10::DispatchKeySet(
-                                  {c10::DispatchKey::Python, c10::DispatchKey::FuncTorchBatched,
-                                   c10::DispatchKey::FuncTorchGradWrapper}));
-  PAGODA_REQUIRE(plain, "parameter '{}' is a tensor subclass, of which the bytes are not known",
-                 name);
-}
-
 void Engine::Impl::check_modules(const ::torch::nn::Module& model) {
   const auto check = [](const ::torch::nn::Module& module, const std::string& name) {
     const auto* embedding = module.as<::torch::nn::EmbeddingImpl>();
@@ -299,11 +314,67 @@ std::vector<optim::Segment> Engine::Impl::segments_of(const at::Tensor& tensor,
   return out;
 }
 
-void Engine::Impl::attach(const std::vector<NamedTensor>& model,
-                          std::vector<ParameterGroup> groups) {
+/// Adopts a parameter of a model. Where a budget has no room for it, says what all that are left
+/// would need: nobody shall find that out parameter by parameter.
+torch::PageStorage& Engine::Impl::adopt_of(const std::vector<NamedTensor>& model,
+                                           const std::string& name, const at::Tensor& tensor) {
+  try {
+    return adopt(tensor, name);
+  } catch (const BudgetExceeded& full) {
+    const bool on_nvme = full.budget() == runtime_->tiers().budget(pager::Tier::Nvme).name();
+    std::unordered_set<const c10::StorageImpl*> seen;
+    Bytes left = 0;
+    for (const auto& [other, other_tensor] : model) {
+      if (!other_tensor.has_storage() || find(other_tensor) != nullptr) continue;
+      if (!seen.insert(other_tensor.storage().unsafeGetStorageImpl()).second) continue;
+      const Bytes bytes = other_tensor.storage().nbytes();
+      left += on_nvme ? pager::Tiers::nvme_bytes(bytes) : bytes;
+    }
+    throw UserError(fmt::format(
+        "{} = {} has {} left, and the parameters from '{}' on need {}: raise {} to at least {}, "
+        "and more for gradients and optimizer states that lie there",
+        full.budget(), format_bytes(full.limit()), format_bytes(full.available()), name,
+        format_bytes(left), full.budget(),
+        format_bytes_up(full.limit() - full.available() + std::max(left, full.requested()))));
+  }
+}
+
+void Engine::Impl::attach(const std::vector<NamedTensor>& model, std::vector<ParameterGroup> groups,
+                          const std::vector<NamedTensor>& buffers) {
   runtime_->check();
   PAGODA_REQUIRE(parameters_.empty(), "a model is attached already: release() it first");
+  std::vector<at::Tensor> trained;
+  try {
+    const std::vector<pager::Page*> changed = runtime_->attach([&] {
+      engine::ModelSpec spec = describe(model, groups, trained);
+      for (const auto& [name, tensor] : buffers) {
+        if (has_plain_bytes(tensor) && find(tensor) == nullptr) {
+          spec.buffers.push_back(buffer_spec(name, tensor));
+        }
+      }
+      return spec;
+    });
+    set_hooks(trained);
+    for (const auto& [name, tensor] : model) {
+      const pager::Page* page = find(tensor)->page();
+      if (std::find(changed.begin(), changed.end(), page) != changed.end()) {
+        torch::bump_version(tensor);
+      }
+    }
+  } catch (...) {
+    forget_parameters();
+    throw;
+  }
+}
+
+/// The model as the runtime takes it: its parameters become pages. `trained`: the tensors that
+/// parameters_ is about.
+engine::ModelSpec Engine::Impl::describe(const std::vector<NamedTensor>& model,
+                                         const std::vector<ParameterGroup>& groups,
+                                         std::vector<at::Tensor>& trained) {
   PAGODA_REQUIRE(!groups.empty(), "there is no optimizer");
+  for (const ParameterGroup& group : groups) optim::require_valid(group.optimizer);
+  torch::require_pageable(model, device());
   const bool one_for_all = groups.size() == 1 && groups[0].parameters.empty();
   std::unordered_map<const c10::TensorImpl*, std::uint32_t> group_of;
   for (std::uint32_t g = 0; g < groups.size(); ++g) {
@@ -312,25 +383,31 @@ void Engine::Impl::attach(const std::vector<NamedTensor>& model,
                      "a parameter is in two groups, of which {} is the second", g);
     }
   }
+  const auto trains = [&](const at::Tensor& tensor) {
+    return tensor.requires_grad() &&
+           (one_for_all || group_of.contains(tensor.unsafeGetTensorImpl()));
+  };
+  for (const auto& [name, tensor] : model) {  // before the first of them becomes a page
+    require_ours_or_nobodys(tensor, name);
+    if (trains(tensor)) torch::require_trainable(tensor, name);
+  }
   std::vector<pager::Page*> pages;
   std::vector<engine::TrainedSpec> specs;
   std::unordered_map<const pager::Page*, std::size_t> spec_of;
-  std::vector<std::pair<at::Tensor, std::size_t>> trained;  // tensor, spec
-  std::unordered_map<const c10::TensorImpl*, bool> seen;    // tied parameters come once
+  std::unordered_map<const c10::TensorImpl*, bool> seen;  // tied parameters come once
   for (const auto& [name, tensor] : model) {
     if (!seen.emplace(tensor.unsafeGetTensorImpl(), true).second) continue;
     const auto index = static_cast<std::uint32_t>(seen.size() - 1);
-    check_trainable(tensor, name);
-    torch::PageStorage& storage = adopt(tensor, name);
+    torch::PageStorage& storage = adopt_of(model, name, tensor);
     pager::Page& page = *storage.page();
     page.name = name;
     if (std::find(pages.begin(), pages.end(), &page) == pages.end()) pages.push_back(&page);
     const auto group = group_of.find(tensor.unsafeGetTensorImpl());
-    if (!tensor.requires_grad() || (!one_for_all && group == group_of.end())) continue;
+    if (!trains(tensor)) continue;
     const auto [spec, fresh] = spec_of.emplace(&page, specs.size());
-    if (fresh) specs.push_back({&page, dtype_of(tensor, name), {}, {}});
+    if (fresh) specs.push_back({&page, torch::require_trainable(tensor, name), {}, {}});
     engine::TrainedSpec& target = specs[spec->second];
-    PAGODA_REQUIRE(target.dtype == dtype_of(tensor, name),
+    PAGODA_REQUIRE(target.dtype == torch::require_trainable(tensor, name),
                    "parameters of different types share the storage of '{}'", name);
     for (const optim::Segment& segment : segments_of(tensor, target.parameters.size())) {
       target.segments.push_back(segment);
@@ -344,48 +421,51 @@ void Engine::Impl::attach(const std::vector<NamedTensor>& model,
                         nullptr,
                         0,
                         0};
-    trained.emplace_back(tensor, spec->second);
+    trained.push_back(tensor);
     parameters_.push_back(std::move(parameter));
   }
-  try {
-    for (engine::TrainedSpec& spec : specs) {
-      std::sort(spec.segments.begin(), spec.segments.end(),
-                [](const auto& a, const auto& b) { return a.range.begin < b.range.begin; });
-      for (std::size_t i = 1; i < spec.segments.size(); ++i) {
-        PAGODA_REQUIRE_GE(spec.segments[i].range.begin, spec.segments[i - 1].range.end,
-                          "two parameters share elements of the storage of '{}': tie them by using "
-                          "one parameter twice",
-                          spec.page->name);
-      }
+  for (engine::TrainedSpec& spec : specs) {
+    std::sort(spec.segments.begin(), spec.segments.end(),
+              [](const auto& a, const auto& b) { return a.range.begin < b.range.begin; });
+    for (std::size_t i = 1; i < spec.segments.size(); ++i) {
+      PAGODA_REQUIRE_GE(spec.segments[i].range.begin, spec.segments[i - 1].range.end,
+                        "two parameters share elements of the storage of '{}': tie them by using "
+                        "one parameter twice",
+                        spec.page->name);
     }
-    std::vector<Optimizer> rules;
-    for (const ParameterGroup& group : groups) rules.push_back(group.optimizer);
-    std::vector<const pager::Page*> page_of_spec;
-    for (const auto& spec : specs) page_of_spec.push_back(spec.page);
-    runtime_->attach(pages, std::move(specs), std::move(rules));
-    for (std::size_t i = 0; i < parameters_.size(); ++i) {
-      Parameter& parameter = parameters_[i];
-      parameter.page = runtime_->trained(*parameter.storage->page());
-      of_page_[parameter.storage->page()].push_back(i);
-      parameter.attached =
-          std::make_unique<torch::AttachedParameter>(torch::AttachedParameter{this, i});
-      parameter.key = trained[i].first.unsafeGetTensorImpl();
-      torch::ParameterTable::instance().insert(parameter.key, *parameter.attached);
-      parameter.hook = torch::set_gradient_hook(
-          trained[i].first, [this, i](const at::Tensor& tensor) { gradient_ready(i, tensor); });
-    }
-  } catch (...) {
-    for (const Parameter& parameter : parameters_) {
-      if (parameter.key == nullptr) continue;
-      torch::ParameterTable::instance().erase(parameter.key);
-      if (auto alive = parameter.tensor.lock()) {
-        torch::remove_gradient_hook(at::Tensor(std::move(alive)));
-      }
-    }
-    parameters_.clear();
-    of_page_.clear();
-    throw;
   }
+  std::vector<Optimizer> rules;
+  for (const ParameterGroup& group : groups) rules.push_back(group.optimizer);
+  return {std::move(pages), std::move(specs), std::move(rules), {}};
+}
+
+void Engine::Impl::set_hooks(const std::vector<at::Tensor>& trained) {
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    Parameter& parameter = parameters_[i];
+    parameter.page = runtime_->trained(*parameter.storage->page());
+    auto& sharing = of_page_[parameter.storage->page()];
+    sharing.push_back(i);
+    parameter.storage->set_parameters(sharing.size());
+    parameter.attached =
+        std::make_unique<torch::AttachedParameter>(torch::AttachedParameter{this, i});
+    parameter.key = trained[i].unsafeGetTensorImpl();
+    torch::ParameterTable::instance().insert(parameter.key, *parameter.attached);
+    parameter.hook = torch::set_gradient_hook(
+        trained[i], {[this, i] { gradient_comes(i); },
+                     [this, i](const at::Tensor& tensor) { gradient_ready(i, tensor); }});
+  }
+}
+
+void Engine::Impl::forget_parameters() {
+  for (const Parameter& parameter : parameters_) {
+    if (parameter.key == nullptr) continue;
+    torch::ParameterTable::instance().erase(parameter.key);
+    if (auto alive = parameter.tensor.lock()) {
+      torch::remove_gradient_hook(at::Tensor(std::move(alive)));
+    }
+  }
+  parameters_.clear();
+  of_page_.clear();
 }
 
 void Engine::Impl::check_hooks() {
@@ -398,6 +478,7 @@ void Engine::Impl::check_hooks() {
         "the gradient hook of '{}' was replaced after attach(): its gradient is lost; set "
         "hooks of your own before attach(), which keeps them",
         parameter.name);
+    torch::keep_gradient_hook(at::Tensor(alive));
     if (alive->unsafe_storage().unsafeGetStorageImpl() != parameter.storage->key()) {
       storage_exchanged(i);  // no operator has used it since
     }
@@ -408,6 +489,7 @@ StepReport Engine::Impl::step(bool joining) {
   runtime_->check();
   end_of_backward(Learn::Nothing);
   check_hooks();
+  take_set_gradients();
   backwards_ = 0;
   const auto bumped = [this](pager::Page& page) { bump(page); };
   engine::StepResult result;
@@ -416,6 +498,7 @@ StepReport Engine::Impl::step(bool joining) {
   } else {
     result = runtime_->step(bumped);
   }
+  for (Parameter& parameter : parameters_) parameter.given = false;
   return {result.step, result.skipped, result.norm.value_or(-1), result.loss_scale};
 }
 
@@ -429,55 +512,70 @@ void Engine::Impl::bump(pager::Page& page) {
   }
 }
 
-std::shared_ptr<void> Engine::Impl::pin(const at::Tensor& tensor) {
+std::shared_ptr<void> Engine::Impl::pin(const at::Tensor& tensor, bool write) {
   torch::PageStorage* storage = find(tensor);
   PAGODA_REQUIRE(storage != nullptr, "the tensor is no parameter of this engine");
   pager::Page* page = storage->page();
-  runtime_->pager().hold(*page, consumer().get());
+  runtime_->pager().hold(*page, consumer().get(), write);
   return {nullptr, [this, page](void*) { runtime_->pager().release_hold(*page); }};
 }
 
-void Engine::Impl::release(const std::vector<at::Tensor>& model) {
-  runtime_->check();
-  end_of_backward(Learn::Nothing);
-  runtime_->await_gradients();  // of a backward without its step: they go with the states
-  runtime_->finish();
+/// What is attached is released as a whole, or training it would go on with a part.
+void Engine::Impl::require_whole_model(const std::vector<at::Tensor>& model) const {
+  std::unordered_set<const c10::TensorImpl*> given;
+  bool any = false;
   for (const at::Tensor& tensor : model) {
-    torch::PageStorage* storage = find(tensor);
-    if (storage == nullptr) continue;
-    pager::Page& page = *storage->page();
-    at::Tensor plain = at::empty({static_cast<std::int64_t>(page.elements)},
-                                 tensor.options().requires_grad(false));
-    {
+    given.insert(tensor.unsafeGetTensorImpl());
+    any = any || find(tensor) != nullptr;
+  }
+  PAGODA_REQUIRE(any, "no parameter of this model is a page of this engine");
+  for (const Parameter& parameter : parameters_) {
+    const auto alive = parameter.tensor.lock();
+    PAGODA_REQUIRE(alive == nullptr || given.contains(alive.get()),
+                   "parameter '{}' is attached and not among those to be released: release() the "
+                   "whole model",
+                   parameter.name);
+  }
+}
+
+void Engine::Impl::release(const std::vector<at::Tensor>& model) {
+  require_whole_model(model);
+  drop_gradients();  // of a backward without its step: they go with the states
+  /// A page as a plain tensor of one dimension.
+  struct Copy {
+    torch::PageStorage* storage = nullptr;
+    at::Tensor plain;
+  };
+  std::vector<Copy> copies;
+  runtime_->release([&] {
+    for (const at::Tensor& tensor : model) {
+      torch::PageStorage* storage = find(tensor);
+      const auto same = [&](const Copy& copy) { return copy.storage == storage; };
+      if (storage == nullptr || std::any_of(copies.begin(), copies.end(), same)) continue;
+      const auto elements = static_cast<std::int64_t>(storage->page()->elements);
+      at::Tensor plain = at::empty({elements}, tensor.options().requires_grad(false));
       const auto pinned = pin(tensor);
       const at::DisableRecordFunctionGuard unseen;
-      const at::Tensor all =
-          at::from_blob(tensor.storage().mutable_data(), {static_cast<std::int64_t>(page.elements)},
-                        plain.options());
-      plain.copy_(all);
+      plain.copy_(at::from_blob(tensor.storage().mutable_data(), {elements}, plain.options()));
       if (const auto stream = consumer()) stream->synchronize();
+      copies.push_back({storage, std::move(plain)});
     }
-    torch::StorageTable::instance().erase(storage->key());
-    runtime_->pager().set_binding(page, nullptr);
-    c10::DataPtr data =
-        plain.storage().unsafeGetStorageImpl()->set_data_ptr(c10::DataPtr(nullptr, plain.device()));
-    storage->give_back(std::move(data));
-  }
-  runtime_->detach();
+  });
+  // All ranks have their copies: from here on nothing waits for another rank, or fails.
   for (const at::Tensor& tensor : model) {
-    torch::PageStorage* storage = find(tensor);
-    if (storage == nullptr) continue;
-    runtime_->pager().drop(*storage->page());
-    storages_.erase(storage->key());
+    torch::ParameterTable::instance().erase(tensor.unsafeGetTensorImpl());
+    if (find(tensor) != nullptr) torch::remove_gradient_hook(tensor);
   }
-  for (const Parameter& parameter : parameters_) {  // also of those that have other storages now
-    torch::ParameterTable::instance().erase(parameter.key);
-    if (auto alive = parameter.tensor.lock()) {
-      torch::remove_gradient_hook(at::Tensor(std::move(alive)));
-    }
+  for (Copy& copy : copies) {
+    pager::Page& page = *copy.storage->page();
+    torch::StorageTable::instance().erase(copy.storage->key());
+    runtime_->pager().set_binding(page, nullptr);
+    copy.storage->give_back(copy.plain.storage().unsafeGetStorageImpl()->set_data_ptr(
+        c10::DataPtr(nullptr, copy.plain.device())));
+    runtime_->drop(page);
+    storages_.erase(copy.storage->key());
   }
-  parameters_.clear();
-  of_page_.clear();
+  forget_parameters();
   backwards_ = 0;
 }
 

@@ -30,7 +30,10 @@ class Engine::Impl final : public torch::ObserverClient {
 
   /// Makes the tensor's storage a page, if it is none yet.
   torch::PageStorage& adopt(const at::Tensor& tensor, const std::string& name);
-  void attach(const std::vector<NamedTensor>& model, std::vector<ParameterGroup> groups);
+  torch::PageStorage& adopt_of(const std::vector<NamedTensor>& model, const std::string& name,
+                               const at::Tensor& tensor);
+  void attach(const std::vector<NamedTensor>& model, std::vector<ParameterGroup> groups,
+              const std::vector<NamedTensor>& buffers);
   void release(const std::vector<at::Tensor>& model);
 
   /// Sparse gradients are not paged: said before attach(), not when the first one comes.
@@ -39,16 +42,22 @@ class Engine::Impl final : public torch::ObserverClient {
   void backward(const at::Tensor& loss, std::optional<bool> last);
   StepReport step(bool joining);
   at::Tensor grad(const at::Tensor& tensor);
-  std::shared_ptr<void> pin(const at::Tensor& tensor);
+  std::shared_ptr<void> pin(const at::Tensor& tensor, bool write = false);
 
-  /// A parameter's gradient has been accumulated: called by its hook.
+  /// A parameter's gradient is about to be accumulated, and has been: called by its hooks.
+  void gradient_comes(std::size_t parameter);
   void gradient_ready(std::size_t parameter, const at::Tensor& tensor);
 
   void zero_grad();
+  double grad_norm();
+  /// Whether a gradient has come since the last step.
+  bool has_gradients();
+  /// Passes that begin while it is set have a loss that was multiplied by loss_scale().
+  void set_loss_is_scaled(bool scaled) noexcept { loss_is_scaled_ = scaled; }
 
   engine::Runtime& runtime() noexcept { return *runtime_; }
-  /// Copies activations; made when it is first asked for.
-  ThreadPool& activation_pool();
+  /// Made when it is first asked for.
+  const std::shared_ptr<torch::ActivationStore>& activations();
   /// Where a page of this engine is, as torch says it.
   c10::Device device() const;
 
@@ -67,6 +76,8 @@ class Engine::Impl final : public torch::ObserverClient {
     // the parameter is used in several of them.
     std::size_t fires = 0;  // expected; 0: not known yet
     std::size_t fired = 0;  // in this pass
+    std::size_t taken = 0;  // of `fired`, when its gradient was last taken
+    bool given = false;     // it has a gradient in this step
     bool left = false;      // p.grad has what a pass that failed has left there
   };
   /// A page of several parameters collects their gradients here.
@@ -90,11 +101,20 @@ class Engine::Impl final : public torch::ObserverClient {
     c10::weak_intrusive_ptr<c10::StorageImpl> to;
   };
 
+  engine::ModelSpec describe(const std::vector<NamedTensor>& model,
+                             const std::vector<ParameterGroup>& groups,
+                             std::vector<at::Tensor>& trained);
+  void set_hooks(const std::vector<at::Tensor>& trained);
+  void forget_parameters();
   void limit_device(Bytes limit);
+  void require_whole_model(const std::vector<at::Tensor>& model) const;
+  void require_ours_or_nobodys(const at::Tensor& tensor, const std::string& name) const;
   void point_at(at::Tensor& tensor, const c10::Storage& storage) const;
-  void check_trainable(const at::Tensor& tensor, const std::string& name) const;
   std::vector<optim::Segment> segments_of(const at::Tensor& tensor, std::size_t in_page) const;
   void take_gradient(std::size_t index, const at::Tensor& tensor);
+  void require_none_set(const Parameter& parameter) const;
+  void take_set_gradients();
+  void require_scaled_loss(const Parameter& parameter, const at::Tensor& tensor) const;
   void push(optim::TrainedPage& page, at::Tensor flat, std::vector<bool> present);
   int plain_pass();
   /// What a pass that is over says about how often hooks fire.
@@ -114,6 +134,7 @@ class Engine::Impl final : public torch::ObserverClient {
 
   std::unique_ptr<engine::Runtime> runtime_;
   std::unique_ptr<ThreadPool> activation_pool_;
+  std::shared_ptr<torch::ActivationStore> activations_;
   std::shared_ptr<void> limit_;  // of torch's own memory on the device, where one is set
   std::unordered_map<const c10::StorageImpl*, std::unique_ptr<torch::PageStorage>> storages_;
   std::unordered_map<const c10::StorageImpl*, Moved> moved_;
@@ -122,7 +143,8 @@ class Engine::Impl final : public torch::ObserverClient {
   std::unordered_map<const optim::TrainedPage*, Partial> partial_;  // guarded by gradient_mutex_
   const std::shared_ptr<PlainPasses> plain_passes_ = std::make_shared<PlainPasses>();
   std::mutex gradient_mutex_;
-  std::atomic<int> pass_{-1};  // the backward pass under way, where it is ours
+  std::atomic<int> pass_{-1};                // the backward pass under way, where it is ours
+  std::atomic<bool> loss_is_scaled_{false};  // of others, by whoever begins them
   std::unordered_map<void*, std::shared_ptr<device::Stream>> streams_;  // guarded by stream_mutex_
   std::mutex stream_mutex_;
   unsigned backwards_ = 0;  // since the last step

@@ -236,6 +236,7 @@ class GlooWorld final : public comm::World {
                                 c10::Device(c10::kCUDA, current_gpu()));
     }
     const std::string prefix = fmt::format("group/{}/{}", groups_made_++, name);
+    await_all(prefix);
     try {
       return std::make_unique<GlooGroup>(c10::make_intrusive<::c10d::PrefixStore>(prefix, store_),
                                          rank_, size_, name, options_);
@@ -252,6 +253,14 @@ class GlooWorld final : public comm::World {
     for_gradients_ = std::move(backend);
   }
 
+  void give_up(std::string_view why) noexcept override {
+    try {
+      put(gave_up_key(rank_), why);
+    } catch (const std::exception& error) {  // the others find out by their time-out
+      log::debug("comm", "the other ranks could not be told", {{"error", reason_of(error)}});
+    }
+  }
+
   void put(std::string_view key, std::string_view value) override { board_.put(key, value); }
 
   std::optional<std::string> get(std::string_view key) override { return board_.get(key); }
@@ -261,6 +270,30 @@ class GlooWorld final : public comm::World {
     return c10::impl::VirtualGuardImpl(c10::kCUDA).getDevice().index();
   }
   static std::string left_key(int rank) { return fmt::format("left/{}", rank); }
+  static std::string gave_up_key(int rank) { return fmt::format("gave up/{}", rank); }
+
+  /// Returns when all ranks are about to connect. Gloo's own rendezvous cannot be ended.
+  void await_all(const std::string& group) {
+    constexpr milliseconds kFirstLook{1};
+    constexpr milliseconds kLook{50};
+    const auto here = [&](int rank) { return fmt::format("{}/here/{}", group, rank); };
+    put(here(rank_), "");
+    const Nanos end = now_ns() + std::chrono::nanoseconds(options_.join_timeout).count();
+    milliseconds pause = kFirstLook;
+    for (int r = 0; r < size_; ++r) {
+      while (!get(here(r)).has_value()) {
+        if (const auto why = get(gave_up_key(r))) {
+          throw EngineError(fmt::format("rank {} failed: {}", r, *why));
+        }
+        if (now_ns() > end) {
+          throw EngineError(fmt::format("rank {} has not come to connect with the others for {} s",
+                                        r, options_.join_timeout.count() / 1000));
+        }
+        std::this_thread::sleep_for(pause);
+        pause = std::min(kLook, 2 * pause);
+      }
+    }
+  }
 
   void linger() {
     const Nanos end = now_ns() + std::chrono::nanoseconds(options_.linger).count();

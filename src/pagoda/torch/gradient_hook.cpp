@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "pagoda/torch/gradient_hook.h"
 
+#include <algorithm>
 #include <memory>
 #include <utility>
+#include <vector>
 
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/engine.h>
@@ -14,33 +16,64 @@
 namespace pagoda::torch {
 namespace {
 
+using ::torch::autograd::FunctionPreHook;
 using ::torch::autograd::PostAccumulateGradHook;
+using ::torch::autograd::variable_list;
 
 class GradientHook final : public PostAccumulateGradHook {
  public:
-  GradientHook(std::function<void(const at::Tensor&)> taken,
-               std::unique_ptr<PostAccumulateGradHook> before)
-      : taken_(std::move(taken)), before_(std::move(before)) {}
+  GradientHook(std::shared_ptr<GradientCalls> calls, std::unique_ptr<PostAccumulateGradHook> before)
+      : calls_(std::move(calls)), before_(std::move(before)) {}
 
   void operator()(const at::Tensor& tensor) override {
     if (before_ != nullptr) (*before_)(tensor);
-    taken_(tensor);
+    calls_->accumulated(tensor);
   }
   std::unique_ptr<PostAccumulateGradHook> take_before() { return std::move(before_); }
+  const std::shared_ptr<GradientCalls>& calls() const noexcept { return calls_; }
 
  private:
-  const std::function<void(const at::Tensor&)> taken_;
+  const std::shared_ptr<GradientCalls> calls_;
   std::unique_ptr<PostAccumulateGradHook> before_;  // torch has one slot: the user's is chained
 };
 
+/// Of those that see a gradient before it is accumulated a tensor may have several.
+class ComingHook final : public FunctionPreHook {
+ public:
+  explicit ComingHook(std::weak_ptr<GradientCalls> calls) : calls_(std::move(calls)) {}
+
+  variable_list operator()(const variable_list& gradients) override {
+    if (const auto alive = calls_.lock()) alive->comes();
+    return gradients;
+  }
+
+ private:
+  const std::weak_ptr<GradientCalls> calls_;
+};
+
+bool is_ours(const std::unique_ptr<FunctionPreHook>& hook) {
+  return dynamic_cast<const ComingHook*>(hook.get()) != nullptr;
+}
+
 }  // namespace
 
-void* set_gradient_hook(const at::Tensor& parameter, std::function<void(const at::Tensor&)> taken) {
+void* set_gradient_hook(const at::Tensor& parameter, GradientCalls calls) {
   auto& slot = ::torch::autograd::impl::post_acc_grad_hooks(parameter);
-  auto hook = std::make_unique<GradientHook>(std::move(taken), std::move(slot));
+  auto hook = std::make_unique<GradientHook>(std::make_shared<GradientCalls>(std::move(calls)),
+                                             std::move(slot));
   void* ours = hook.get();
   ::torch::autograd::impl::set_post_acc_grad_hooks(parameter, std::move(hook));
+  keep_gradient_hook(parameter);
   return ours;
+}
+
+void keep_gradient_hook(const at::Tensor& parameter) {
+  // Not by register_hook(), which takes those of Python away.
+  const auto* post = dynamic_cast<const GradientHook*>(
+      ::torch::autograd::impl::post_acc_grad_hooks(parameter).get());
+  auto& before = ::torch::autograd::impl::hooks(parameter);
+  if (post == nullptr || std::any_of(before.begin(), before.end(), is_ours)) return;
+  before.push_back(std::make_unique<ComingHook>(post->calls()));
 }
 
 void* hook_of(const at::Tensor& parameter) {
@@ -48,8 +81,11 @@ void* hook_of(const at::Tensor& parameter) {
 }
 
 void remove_gradient_hook(const at::Tensor& parameter) {
+  // A tensor that has never required a gradient has no place for hooks.
+  if (::torch::autograd::impl::get_autograd_meta(parameter) == nullptr) return;
   auto& slot = ::torch::autograd::impl::post_acc_grad_hooks(parameter);
   if (auto* ours = dynamic_cast<GradientHook*>(slot.get())) {
+    std::erase_if(::torch::autograd::impl::hooks(parameter), is_ours);
     auto before = ours->take_before();
     slot = std::move(before);
   }

@@ -7,6 +7,7 @@
 #include <c10/core/StorageImpl.h>
 
 #include "pagoda/io/owner_process.h"
+#include "pagoda/torch/storage_table.h"
 
 namespace pagoda::torch {
 namespace {
@@ -51,6 +52,11 @@ PageStorage::~PageStorage() {
   storage->set_data_ptr_noswap(c10::DataPtr(nullptr, device_));
   storage->release_data_and_set_meta_custom_data_ptr_error_msg_(
       "this parameter's page went with its engine; engine.release() gives plain tensors back");
+}
+
+bool PageStorage::lost(const c10::Storage& storage) noexcept {
+  c10::StorageImpl* const impl = storage.unsafeGetStorageImpl();
+  return impl != nullptr && throw_flag(*impl) && StorageTable::instance().find(impl) == nullptr;
 }
 
 void PageStorage::watch(pager::Page& page) {

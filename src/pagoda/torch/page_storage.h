@@ -31,10 +31,16 @@ class PageStorage final : public pager::Binding {
   void watch(pager::Page& page);
   void bind(std::byte* data) noexcept override;
   void unbind(const std::string& why) noexcept override;
+  bool has_views() const noexcept override { return storage_.use_count() > parameters_; }
+  /// So many parameters share it: others that do are views.
+  void set_parameters(std::size_t count) noexcept { parameters_ = count; }
   /// The storage is a page no more, and its death means nothing; until this goes, as it was.
   void let_go();
   /// The storage becomes a plain one that owns `data`, and is no page any more.
   void give_back(c10::DataPtr data);
+
+  /// Whether the storage was a page whose engine is gone, so that every access to it throws.
+  static bool lost(const c10::Storage& storage) noexcept;
 
   c10::StorageImpl* key() const noexcept { return key_; }
   bool alive() const noexcept { return !storage_.expired(); }
@@ -55,6 +61,7 @@ class PageStorage final : public pager::Binding {
   c10::StorageImpl* const key_;
   const c10::Device device_;
   pager::Page* page_ = nullptr;
+  std::size_t parameters_ = 1;
   std::unique_ptr<Tie> tie_;
 };
 

@@ -27,7 +27,7 @@ TEST(Budget, GivesAndTakesBack) {
 }
 
 TEST(Budget, IsHardAndNamesTheHoldersLargestFirst) {
-  Budget device("device", 8_GiB);
+  Budget device("device_budget", 8_GiB);
   const Reservation a = device.reserve(1_GiB, "gradients");
   const Reservation b = device.reserve(3_GiB, "optimizer state");
   const Reservation c = device.reserve(2_GiB, "parameters");
@@ -36,9 +36,11 @@ TEST(Budget, IsHardAndNamesTheHoldersLargestFirst) {
     const Reservation d = device.reserve(3_GiB, "activations");
     FAIL() << "a budget was exceeded";
   } catch (const BudgetExceeded& e) {
-    EXPECT_THAT(e.what(), HasSubstr("device budget exceeded: 'activations' asked for 3 GiB, but "
-                                    "only 2 GiB of 8 GiB are left; held by optimizer state 3 GiB, "
-                                    "parameters 2 GiB, gradients 1 GiB"));
+    EXPECT_THAT(
+        e.what(),
+        HasSubstr("device_budget = 8 GiB has 2 GiB left, and 3 GiB are needed for activations: "
+                  "raise device_budget to at least 9 GiB (held by optimizer "
+                  "state 3 GiB, parameters 2 GiB, gradients 1 GiB)"));
     EXPECT_EQ(e.requested(), 3_GiB);
     EXPECT_EQ(e.available(), 2_GiB);
   }

@@ -68,6 +68,18 @@ TEST(FormatBytes, ParsesBack) {
   }
 }
 
+TEST(FormatBytes, UpIsNeverLess) {
+  EXPECT_EQ(format_bytes_up(1023), "1023 B");
+  EXPECT_EQ(format_bytes_up(512_MiB), "512 MiB");
+  EXPECT_EQ(format_bytes_up(8_GiB + 1), "8.01 GiB");
+  EXPECT_EQ(format_bytes_up(8_GiB - 1), "8 GiB");
+  for (Bytes bytes = 1; bytes < (Bytes{1} << 60); bytes = bytes * 3 + 1) {
+    const Bytes back = parse_bytes(format_bytes_up(bytes));
+    EXPECT_GE(back, bytes);
+    EXPECT_LE(back - bytes, bytes / 100);
+  }
+}
+
 TEST(Align, UpAndDown) {
   EXPECT_EQ(align_up(0, 4096), 0U);
   EXPECT_EQ(align_up(1, 4096), 4096U);

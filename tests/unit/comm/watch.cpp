@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "pagoda/comm/watch.h"
 
+#include <algorithm>
+#include <atomic>
 #include <future>
 
 #include <gmock/gmock.h>
@@ -101,6 +103,41 @@ TEST_P(WatchTest, AFailureIsReportedWithItsText) {
     EXPECT_EQ(world(r).get("watch/" + std::to_string(r))->front(), 'b');
   }
   EXPECT_FALSE(reported(failing));
+}
+
+TEST_P(WatchTest, NotesTravelWithBeats) {
+  if (ranks() == 1) return;
+  std::atomic<int> turn = 0;
+  std::promise<std::vector<PeerNote>> seen;
+  for (int r = 0; r < ranks(); ++r) {
+    Watch::Options options{.interval = milliseconds(5), .timeout = std::chrono::hours(1)};
+    options.note = [r, &turn] { return fmt::format("rank {} turn {}", r, turn.load()); };
+    if (r == 0) {
+      options.on_notes = [&, told = false](std::span<const PeerNote> notes) mutable {
+        const bool all = std::all_of(notes.begin(), notes.end(), [](const PeerNote& peer) {
+          return peer.note == fmt::format("rank {} turn 1", peer.rank);
+        });
+        const bool still = std::all_of(notes.begin(), notes.end(), [](const PeerNote& peer) {
+          return peer.unchanged > 20'000'000;
+        });
+        if (!all) turn = 1;
+        if (all && still && !std::exchange(told, true))
+          seen.set_value({notes.begin(), notes.end()});
+      };
+    }
+    watched(r).watch = std::make_unique<Watch>(world(r), options, [](int, const std::string&) {});
+  }
+  EXPECT_EQ(seen.get_future().get().size(), static_cast<std::size_t>(ranks() - 1));
+  for (int r = 0; r < ranks(); ++r) watched(r).watch->leave();
+}
+
+TEST_P(WatchTest, ARankThatNeverCameMayHaveSaidWhy) {
+  if (ranks() == 1) return;
+  for (int r = 1; r < ranks() - 1; ++r) leave_at_once(r);
+  Watch::fail(world(ranks() - 1), "watch", "there is no disk");
+  watch(0, std::chrono::hours(1));
+  EXPECT_EQ(watched(0).report.get().reason,
+            "rank " + std::to_string(ranks() - 1) + " failed: there is no disk");
 }
 
 TEST_P(WatchTest, ARankThatLeavesIsNotMissed) {

@@ -1,15 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "pagoda/device/host_pages.h"
 
+#include <algorithm>
+#include <cstring>
 #include <fstream>
 #include <sstream>
 #include <string>
+#include <vector>
 
 #include <gtest/gtest.h>
 #include <sys/mman.h>
 
+#include "pagoda/base/budget.h"
 #include "pagoda/base/error.h"
 #include "pagoda/base/thread_pool.h"
+#include "pagoda/device/arena.h"
+#include "pagoda/device/host/host_device.h"
 
 namespace pagoda::device {
 namespace {
@@ -44,6 +50,33 @@ TEST(HostPages, AreAlignedTouchedAndZero) {
     ASSERT_EQ(::mincore(pages.data(), pages.mapped(), resident.data()), 0);
     for (const unsigned char page : resident) ASSERT_TRUE(page & 1) << size;
   }
+}
+
+/// Pages of the process that lie in [data, data + bytes).
+std::size_t resident_pages(const std::byte* data, Bytes bytes) {
+  std::vector<unsigned char> resident(bytes / 4_KiB);
+  EXPECT_EQ(::mincore(const_cast<std::byte*>(data), bytes, resident.data()), 0);
+  return static_cast<std::size_t>(
+      std::ranges::count_if(resident, [](unsigned char page) { return (page & 1) != 0; }));
+}
+
+TEST(HostPages, AHostDevicesMemoryIsThereOnceItIsUsed) {
+  const auto device = host::make_device({});
+  Budget budget("device", 64_MiB);
+  Arena arena(device, budget.reserve(64_MiB, "pages"), {.name = "pages"});
+  EXPECT_EQ(resident_pages(arena.data(), 64_MiB), 0U);
+  {
+    const Block block = arena.allocate(3_MiB, "block");
+    std::memset(block.data(), 1, block.size());
+  }
+  const std::size_t used = resident_pages(arena.data(), 64_MiB);
+  EXPECT_GE(used, 3_MiB / 4_KiB);
+  EXPECT_LE(used, 4_MiB / 4_KiB);  // whole huge pages, where the kernel has them
+  {
+    const Block again = arena.allocate(2_MiB, "block");
+    std::memset(again.data(), 1, again.size());
+  }
+  EXPECT_EQ(resident_pages(arena.data(), 64_MiB), used) << "what was touched is used again";
 }
 
 TEST(HostPages, AreNotInForkedChildren) {

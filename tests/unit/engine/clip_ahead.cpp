@@ -32,7 +32,7 @@ class ClipAhead : public testing::TestWithParam<std::tuple<int, unsigned>> {
 
   struct Counts {
     std::uint64_t early = 0;
-    std::uint64_t undone = 0;
+    std::uint64_t rolled_back = 0;
     friend bool operator==(const Counts&, const Counts&) = default;
   };
 
@@ -41,10 +41,10 @@ class ClipAhead : public testing::TestWithParam<std::tuple<int, unsigned>> {
     std::vector<Counts> out(static_cast<std::size_t>(r.ranks));
     rehearse(r, comm::make_thread_worlds(r.ranks), [&](int rank, Runtime& runtime) {
       const Stats stats = runtime.stats();
-      out[static_cast<std::size_t>(rank)] = {stats.updates.early, stats.updates.undone};
+      out[static_cast<std::size_t>(rank)] = {stats.updates.early, stats.updates.rolled_back};
       if (rank == 0) host_peak_ = runtime.tiers().budget(pager::Tier::Host).peak();
       if (rank == std::min(1, r.ranks - 1)) {
-        undo_ = stats.held(pager::Tier::Host, pager::tag::kUndo);
+        undo_ = stats.held(pager::Tier::Host, pager::tag::kEarly);
       }
     });
     return out;
@@ -107,7 +107,7 @@ TEST_P(ClipAhead, SoWithWritesLookupsThreadsAndSeveralMicroBatches) {
     r.config.prefetch = prefetch;
     for (const bool all : {true, false}) {
       r.all_contribute = all;
-      for (const Counts& counts : train()) EXPECT_GT(counts.undone, 0U);
+      for (const Counts& counts : train()) EXPECT_GT(counts.rolled_back, 0U);
     }
   }
 }
@@ -118,7 +118,7 @@ TEST_P(ClipAhead, SoOnAnAsynchronousDevice) {
   r.config.prefetch = true;
   for (const auto master : {Master::Whole, Master::Split}) {
     r.config.master = master;
-    for (const Counts& counts : train()) EXPECT_GT(counts.undone, 0U);
+    for (const Counts& counts : train()) EXPECT_GT(counts.rolled_back, 0U);
   }
 }
 
@@ -126,7 +126,7 @@ TEST_P(ClipAhead, SoWithPagesThatNeverLeaveTheDevice) {
   r.config.device_budget = 1_MiB;
   r.config.parameters = Placement::Auto;
   r.dtype = kernels::Dtype::F32;
-  for (const Counts& counts : train()) EXPECT_GT(counts.undone, 0U);
+  for (const Counts& counts : train()) EXPECT_GT(counts.rolled_back, 0U);
 }
 
 TEST_P(ClipAhead, SoWithNormsThatAreNone) {
@@ -145,8 +145,8 @@ TEST_P(ClipAhead, RanksUndoAsMuchAsTheOneThatHasRoomForLeast) {
   };
   const std::vector<Counts> counts = train();
   EXPECT_EQ(counts, on_each_rank(counts[0]));
-  EXPECT_GT(counts[0].undone, 0U);
-  EXPECT_LT(counts[0].undone, all.undone);
+  EXPECT_GT(counts[0].rolled_back, 0U);
+  EXPECT_LT(counts[0].rolled_back, all.rolled_back);
   EXPECT_GT(undo_, 0U);
   EXPECT_LT(undo_, undo);  // nobody keeps what another does not
 }

@@ -49,13 +49,14 @@ TEST(ConfigJson, EveryValueSurvivesTheWayThereAndBack) {
   config.device = "cuda:3";
   config.device_budget = 1'000'000'007;
   config.device_limit = 3_GiB + 1;
-  config.host_budget = ~Bytes{0};
+  config.host_budget = (Bytes{1} << 60U) - 1;
   config.nvme_budget = 5_GiB;
   config.nvme = {"/a \"quoted\"", "/b,c", "/ünïcode\\"};
   config.parameters = Placement::Nvme;
   config.gradients = Placement::Host;
   config.optimizer = Placement::Device;
   config.zero = 0;
+  config.initial = Initial::Check;
   config.accumulation = 17;
   config.gradient_dtype = GradientType::Fp32;
   config.reduction = Reduction::Sum;
@@ -79,7 +80,7 @@ TEST(ConfigJson, EveryValueSurvivesTheWayThereAndBack) {
   config.update_threads = 12;
   config.update_chunk = 12345;
   config.update_buffers = 3;
-  config.staging = 1;
+  config.staging = 16_KiB + 1;
   config.lookup_in_place = 79;
   config.bucket = 4097;
   config.timeout = 1.0 / 7;

@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // Whether a model's states fit is said before anything moves, and not too strictly.
+#include <filesystem>
+
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include "pagoda/comm/solo_world.h"
+#include "pagoda/engine/backend.h"
 #include "pagoda/engine/runtime.h"
 #include "unit/io/scratch_directory.h"
 
@@ -28,7 +31,7 @@ Bytes attach_on(Placement states, pager::Placement page_now, Config config) {
       {&page},
       {{&page, kernels::Dtype::F32, {{{0, kFitElements}, 0, 0}}, {{0, 0, 0, false, false}}}},
       {AdamW{}});
-  return runtime.stats().held(pager::Tier::Host, pager::tag::kUndo);
+  return runtime.stats().held(pager::Tier::Host, pager::tag::kEarly);
 }
 
 void attach_on_disk(Bytes nvme_budget) {
@@ -48,7 +51,70 @@ TEST(Fit, TooLittleDiskIsRefusedWithSizes) {
     attach_on_disk(3 * kFitParameter);
     ADD_FAILURE() << "4 MiB were put into 3 MiB";
   } catch (const UserError& error) {
-    EXPECT_THAT(error.message(), testing::HasSubstr("raise nvme_budget to 4 MiB"));
+    EXPECT_THAT(error.message(), testing::HasSubstr("raise nvme_budget to at least 4 MiB"));
+  }
+}
+
+Bytes default_swap(const std::vector<std::string>& directories, int ranks) {
+  Config config;
+  config.device = "cpu";
+  config.device_budget = 1_MiB;
+  config.nvme = directories;
+  return tiers_options(config, make_device(config), ranks).swap.capacity;
+}
+
+TEST(Fit, AFileSystemIsSharedByItsDirectoriesAndRanks) {
+  const io::ScratchDirectory scratch;
+  const std::string a = scratch.path().string();
+  const std::string b = (scratch.path() / "..").string();
+  const auto one = static_cast<double>(default_swap({a}, 1));
+  // Others write to this disk, too.
+  EXPECT_NEAR(static_cast<double>(default_swap({a, b}, 1)), one, 0.2 * one);
+  EXPECT_NEAR(static_cast<double>(default_swap({a}, 4)), one / 4, 0.2 * one / 4);
+  // Files are of one size: the smaller file system decides.
+  const Bytes small = std::filesystem::space("/dev/shm").available;
+  if (small < std::filesystem::space(a).available / 4) {
+    EXPECT_LE(default_swap({a, "/dev/shm"}, 1), small);
+  }
+}
+
+TEST(Fit, GradientsOnTheDeviceTakeTheRoomOfPagesThatAreThereByChance) {
+  Config config;
+  config.device = "cpu";
+  config.device_budget = 3 * kFitParameter;
+  config.gradient_staging = kFitParameter;
+  config.parameters = config.optimizer = Placement::Host;
+  config.gradients = Placement::Device;
+  const auto train = [](const Config& with) {
+    Runtime runtime(with, comm::make_solo_world());
+    const std::vector<std::byte> zeros(kFitParameter);
+    const auto adopt = [&](const char* name) {
+      return &runtime.pager().adopt(name, kFitElements, sizeof(float), pager::Placement::Host,
+                                    zeros.data(), device::Direction::HostToHost);
+    };
+    pager::Page* const trained = adopt("trained");
+    pager::Page* const frozen = adopt("frozen");
+    const auto use_both = [&] {  // one after the other: both are resident, if there is room
+      for (pager::Page* page : {trained, frozen}) {
+        const pager::Access access{page, false};
+        runtime.pager().touch({&access, 1}, 0, nullptr);
+        runtime.pager().unpin({&access, 1}, nullptr);
+      }
+    };
+    use_both();
+    runtime.attach(
+        {trained, frozen},
+        {{trained, kernels::Dtype::F32, {{{0, kFitElements}, 0, 0}}, {{0, 0, 0, false, false}}}},
+        {AdamW{}});
+    use_both();
+  };
+  EXPECT_NO_THROW(train(config));
+  config.device_budget -= 512;  // the page and its gradient do not fit beside each other
+  try {
+    train(config);
+    ADD_FAILURE() << "2 MiB were put into less";
+  } catch (const UserError& error) {
+    EXPECT_THAT(error.message(), testing::HasSubstr("raise device_budget to at least 3 MiB"));
   }
 }
 

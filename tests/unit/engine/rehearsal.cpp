@@ -227,7 +227,10 @@ class Rank {
         if (rank_ != r_.idle_rank) backward(step, micro);
       }
       if (r_.before_step) r_.before_step(step, runtime_);
-      if (r_.late_from >= 0 && step >= r_.late_from) look(step, {{pages_[1], false}});
+      if (r_.late_from >= 0 && step >= r_.late_from) {
+        if (r_.looks_up) look_up(step, 9);
+        forward(step);
+      }
       runtime_.step([](Page&) {});
     }
     write(r_.steps);

@@ -35,7 +35,7 @@ struct Rehearsal {
   bool all_contribute = true;  // false: ranks leave out pages, now and then all of them the same
   bool writes = false;         // user code writes a page in place between steps
   bool looks_up = false;  // forwards, on every thread, begin with rows of the last page but two
-  int late_from = -1;     // from this step on, page 1 is looked at between backward and step()
+  int late_from = -1;     // from this step on, pages are looked at between backward and step()
   /// Called between the last backward and step(), on the rank's thread.
   std::function<void(int step, Runtime& runtime)> before_step;
   /// Called within the last backward, with all gradients handed over, on the rank's thread.

@@ -82,16 +82,15 @@ class UpdaterAlone : public testing::Test {
     pages_.push_back(std::move(page));
     return *pages_.back();
   }
-  /// One whose updates can be undone.
-  TrainedPage& undoable_page(std::uint64_t elements) {
+  /// One whose early updates can be rolled back.
+  TrainedPage& reversible_page(std::uint64_t elements) {
     TrainedPage& out = page(elements);
-    const auto bytes = updater_->undo_bytes(out).value();
+    const auto bytes = updater_->early_bytes(out, true).value();
     const auto allocate = [&](Bytes count) {
-      return tiers_->allocate(count, pager::Placement::Host, pager::tag::kUndo, "undo");
+      return tiers_->allocate(count, pager::Placement::Host, pager::tag::kEarly, "early");
     };
-    out.spare = allocate(bytes.state);
-    out.before = allocate(bytes.parameters);
-    out.can_be_undone = true;
+    out.spare = allocate(bytes.spare);
+    out.next = allocate(bytes.next);
     return out;
   }
 
@@ -109,20 +108,29 @@ class UpdaterAlone : public testing::Test {
     }
   }
   /// As step() does: …which is queued.
-  void start(const std::vector<TrainedPage*>& pages, bool on_trust = false) {
+  void start(const std::vector<TrainedPage*>& pages) {
     owe(pages);
-    updater_->start(pages, scalars_, on_trust);
+    updater_->start(pages, scalars_);
   }
-  /// As step() does when it clips…
-  void give_up(const std::vector<TrainedPage*>& pages) {
-    updater_->give_up(pages);
-    for (const TrainedPage* page : pages) pager_->await_version(*page->page);
+  /// As the gradients' thread does before step().
+  void start_early(const std::vector<TrainedPage*>& pages, bool reversible) {
+    for (TrainedPage* page : pages) {
+      page->parameters[0].used = page->parameters[0].filled = true;
+      ASSERT_TRUE(updater_->may_start_early(*page, reversible));
+      ASSERT_TRUE(pager_->supersede(*page->page));
+      updater_->start_early(*page, scalars_, reversible);
+    }
   }
-  /// …those before are undone, and others made.
+  /// As step() does then.
+  void release(const std::vector<TrainedPage*>& pages) {
+    for (TrainedPage* page : pages) pager_->end_supersede(*page->page);
+    owe(pages);
+    updater_->release(pages);
+  }
+  /// As step() does when it clips: others are made.
   void start_again(const std::vector<TrainedPage*>& pages, double factor) {
-    give_up(pages);
+    updater_->roll_back(pages);
     owe(pages);
-    updater_->undo(pages);
     updater_->start(pages, std::make_shared<const StepScalars>(StepScalars{factor, {rule_}}));
   }
 
@@ -243,23 +251,23 @@ TEST_F(UpdaterAlone, MakesPartsFirstAndTheRestOnce) {
   }
 }
 
-/// Updates that are undone, wherever they were, and made again with another factor, beside those
-/// made with it at once.
-class UpdatesUndone : public testing::WithParamInterface<StateLayout::Master>, public UpdaterAlone {
+/// Early updates, beside those that wait for their step.
+class EarlyUpdatesOf : public testing::WithParamInterface<StateLayout::Master>,
+                       public UpdaterAlone {
  protected:
-  UpdatesUndone() : UpdaterAlone(4096, Dtype::F32, GetParam()) {}
+  EarlyUpdatesOf() : UpdaterAlone(4096, Dtype::F32, GetParam()) {}
 
-  /// One step; `after`: what has been updated of the pages when they are given up.
-  void step(const std::vector<TrainedPage*>& pages, const std::function<void()>& after) {
-    start(pages, true);
+  /// One step that clips; `after`: what has been updated of the pages when it does.
+  void clipped_step(const std::vector<TrainedPage*>& pages, const std::function<void()>& after) {
+    start_early(pages, true);
     after();
     start_again(pages, 0.25);
     updater_->settle_all();
   }
-  /// Four steps of a page that nobody changes his mind about; of these the last two with 0.25.
-  std::vector<std::uint16_t> expected(std::uint64_t elements) {
+  /// A page after steps with these factors.
+  std::vector<std::uint16_t> expected(std::uint64_t elements, const std::vector<double>& factors) {
     TrainedPage& plain = page(elements);
-    for (const double factor : {1.0, 1.0, 0.25, 0.25}) {
+    for (const double factor : factors) {
       owe({&plain});
       TrainedPage* const one = &plain;
       updater_->start({&one, 1}, std::make_shared<const StepScalars>(StepScalars{factor, {rule_}}));
@@ -267,67 +275,91 @@ class UpdatesUndone : public testing::WithParamInterface<StateLayout::Master>, p
     }
     return values(plain);
   }
+  /// Waits until so many of `elements`, from a count of before on, have been updated.
+  std::uint64_t await_elements(std::uint64_t before, std::uint64_t enough) {
+    std::uint64_t made = 0;
+    while ((made = updater_->stats().elements - before) < enough) std::this_thread::yield();
+    return made;
+  }
 };
 
-TEST_P(UpdatesUndone, LeaveNothingBehind) {
-  const std::uint16_t right = expected(1)[0];
+// In the queue, in the middle, or computed: home has the parameters of before until step().
+TEST_P(EarlyUpdatesOf, AreNotSeenBeforeTheirStep) {
+  const std::vector<std::uint16_t> once = expected(1, {1.0});
+  const std::vector<std::uint16_t> twice = expected(1, {1.0, 1.0});
+  for (unsigned round = 0; round < 12; ++round) {
+    const std::uint64_t elements = 40 * kChunk + 100;
+    const bool reversible = round % 3 == 2;
+    TrainedPage& early = reversible ? reversible_page(elements) : page(elements);
+    start({&early});
+    updater_->settle_all();
+    const std::uint64_t before = updater_->stats().elements;
+    start_early({&early}, reversible);
+    await_elements(before, elements * (round / 3) / 3);
+    EXPECT_TRUE(updater_->early(early));
+    ASSERT_THAT(values(early), testing::Each(once[0])) << "round " << round;
+    ASSERT_EQ(early.parameters[0].updates, 1U);
+    release({&early});
+    updater_->settle_all();
+    ASSERT_THAT(values(early), testing::Each(twice[0])) << "round " << round;
+    ASSERT_EQ(early.parameters[0].updates, 2U);
+    EXPECT_FALSE(updater_->early(early));
+    updater_->remove(early);
+    pager_->drop(*early.page);
+    for (pager::Home* home : {&early.state, &early.spare, &early.next, &early.gradient}) {
+      *home = {};
+    }
+  }
+}
+
+TEST_P(EarlyUpdatesOf, LeaveNothingBehindWhenRolledBack) {
+  const std::uint16_t right = expected(1, {1.0, 1.0, 0.25, 0.25})[0];
   bool whole = false;
   bool half = false;
   for (unsigned round = 0; round < 54 && !(whole && half && round >= 9); ++round) {
     // Longer ones, until one is caught in the middle on a busy machine.
     const std::uint64_t elements = (40ULL << (round / 9)) * kChunk + 100;
-    TrainedPage& page = undoable_page(elements);
+    TrainedPage& page = reversible_page(elements);
     start({&page});
     updater_->settle_all();
-    start({&page}, true);  // one that stays, so that state and spare have changed places
+    start_early({&page}, true);  // one that stays, so that state and spare have changed places
+    release({&page});
     updater_->settle_all();
-    step({&page}, [] {});  // given up at once, or nearly
+    clipped_step({&page}, [] {});  // rolled back at once, or nearly
     const std::uint64_t before = updater_->stats().elements;
     std::uint64_t made = 0;
-    step({&page}, [&] {
-      const std::uint64_t enough = elements * (round % 9) / 8;
-      while ((made = updater_->stats().elements - before) < enough) std::this_thread::yield();
-    });
+    clipped_step({&page}, [&] { made = await_elements(before, elements * (round % 9) / 8); });
     whole = whole || made == elements;
     half = half || (made > 0 && made < elements);
     ASSERT_THAT(values(page), testing::Each(right)) << "round " << round;
     ASSERT_EQ(page.parameters[0].updates, 4U);
     updater_->remove(page);
     pager_->drop(*page.page);
-    for (pager::Home* home : {&page.state, &page.spare, &page.before, &page.gradient}) *home = {};
+    for (pager::Home* home : {&page.state, &page.spare, &page.next, &page.gradient}) *home = {};
   }
-  EXPECT_TRUE(whole && half) << "no update was undone as a whole and in the middle";
+  EXPECT_TRUE(whole && half) << "no update was rolled back as a whole and in the middle";
 }
 
-TEST_P(UpdatesUndone, AreNotMadeWhereTheyHaveNotBegun) {
-  TrainedPage& first = undoable_page(100);
-  TrainedPage& second = undoable_page(100);
+TEST_P(EarlyUpdatesOf, AreNotMadeWhenRolledBackBeforeTheyHaveBegun) {
+  TrainedPage& first = page(100);  // not even reversible ones
+  TrainedPage& second = reversible_page(100);
   start({&first, &second});
   updater_->settle_all();
-  bool left_out = false;
-  for (int round = 0; round < 100 && !left_out; ++round) {
-    const std::vector<std::uint16_t> before = values(first);
-    const std::uint64_t elements = updater_->stats().elements;
-    std::jthread giving_up;
-    order_of([&] {
-      start({&second, &first}, true);
-      giving_up = std::jthread([&] { give_up({&first, &second}); });
-      std::this_thread::sleep_for(std::chrono::milliseconds(round));  // or it comes too late
-    });
-    giving_up.join();
-    left_out = updater_->stats().elements == elements + 100;  // of the page that kept it busy
-    if (left_out) {
-      EXPECT_EQ(values(first), before);
-    }
-    owe({&first, &second});
-    updater_->undo(std::vector{&first, &second});
-    updater_->start(std::vector{&first, &second}, scalars_);
-    updater_->settle_all();
-  }
-  EXPECT_TRUE(left_out);
+  const std::vector<std::uint16_t> before = values(first);
+  std::uint64_t elements = 0;
+  order_of([&] {
+    elements = updater_->stats().elements;
+    start_early({&first}, false);
+    start_early({&second}, true);
+    updater_->roll_back(std::vector{&first, &second});
+  });
+  EXPECT_EQ(updater_->stats().elements, elements);
+  EXPECT_EQ(values(first), before);
+  EXPECT_FALSE(updater_->early(first));
+  EXPECT_EQ(updater_->stats().rolled_back, 2U);
 }
 
-INSTANTIATE_TEST_SUITE_P(, UpdatesUndone,
+INSTANTIATE_TEST_SUITE_P(, EarlyUpdatesOf,
                          testing::Values(StateLayout::Master::Whole, StateLayout::Master::Split),
                          [](const auto& info) {
                            return info.param == StateLayout::Master::Whole ? "WholeMaster"
@@ -344,11 +376,14 @@ TEST_F(UpdaterAlone, NobodyIsServedAPageThatIsAboutToBeUpdated) {
     std::jthread other([&] { groups[1] = worlds[1]->make_group("pulls"); });
     groups[0] = worlds[0]->make_group("pulls");
   }
-  const engine::ShardExchange here(std::move(groups[0]), *pager_, *updater_, {});
+  engine::ShardExchange here(std::move(groups[0]), *pager_, *updater_, {});
+  pager::Page* const shared = page.page;
+  here.share({&shared, 1});
   comm::PullService there(std::move(groups[1]), [](const auto&, auto& reply) { reply.refuse(""); });
   std::vector<std::uint16_t> got(100);
   const auto pull = [&](std::uint64_t version) {
-    there.pull(0, page.page->id, version, 0, std::as_writable_bytes(std::span(got)));
+    constexpr std::uint64_t kFirst = 1;  // the number that share() gives the first page
+    there.pull(0, kFirst, version, 0, std::as_writable_bytes(std::span(got)));
   };
   pull(0);
   EXPECT_EQ(got, values(page));

@@ -33,7 +33,7 @@ TEST(SwapFile, ADirectoryThatIsNoneIsTheUsersError) {
 }
 
 TEST(SwapFile, ADirectoryThatCannotBeWrittenToIsTheUsersError) {
-  EXPECT_THAT(refusal("/proc/self"), HasSubstr("cannot make a swap file in '/proc/self'"));
+  EXPECT_THAT(refusal("/proc/self"), HasSubstr("nvme directory '/proc/self' cannot be used"));
 }
 
 TEST(SwapFile, ZerosAreWrittenWhereAskedFor) {

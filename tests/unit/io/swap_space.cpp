@@ -44,7 +44,7 @@ TEST_F(SwapSpaceTest, ExtentsGiveTheirSpaceBack) {
     static_cast<void>(space.allocate(1));
     FAIL() << "no error";
   } catch (const BudgetExceeded& error) {
-    EXPECT_THAT(error.what(), HasSubstr("no room"));
+    EXPECT_THAT(error.what(), HasSubstr("raise nvme_budget to at least"));
     EXPECT_EQ(error.available(), 0U);
   }
   all = Extent();

@@ -141,7 +141,7 @@ TEST(Adam, RefusesWhatMakesNoSense) {
   const auto broken_elsewhere = [&](auto change) {
     broken([&](OptimizerShard& s) {
       s.param = param;
-      s.to = {t.grad.data(), nullptr, t.grad.data(), t.grad.data()};
+      s.to = {t.grad.data(), nullptr, {}, t.grad.data(), t.grad.data()};
       change(s);
     });
   };
@@ -149,7 +149,7 @@ TEST(Adam, RefusesWhatMakesNoSense) {
   broken_elsewhere([](OptimizerShard& s) { s.to.momentum = {}; });
   broken_elsewhere([](OptimizerShard& s) { s.to.variance.type = Dtype::BF16; });
   broken_elsewhere([&](OptimizerShard& s) { s.to.rest = rest; });
-  broken_elsewhere([](OptimizerShard& s) { s.param = {}; });  // a master that is the parameter
+  broken_elsewhere([&](OptimizerShard& s) { s.to.param = param; });  // it is not read
   broken_elsewhere([](OptimizerShard& s) {
     s.to.variance.data = static_cast<std::byte*>(s.to.variance.data) + 2;
   });

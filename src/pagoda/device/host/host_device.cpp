@@ -3,7 +3,11 @@
 
 #include <cstring>
 #include <exception>
+#include <fstream>
+#include <limits>
 #include <mutex>
+#include <optional>
+#include <string>
 
 #include <sys/sysinfo.h>
 
@@ -110,6 +114,17 @@ class HostStream final : public Stream {
   std::exception_ptr failure_;  // guarded by mutex_
 };
 
+/// Bytes that the kernel could give to processes without swapping; nothing where it does not say.
+std::optional<Bytes> available() {
+  std::ifstream meminfo("/proc/meminfo");
+  for (std::string key; meminfo >> key;) {
+    Bytes kib = 0;
+    if (key == "MemAvailable:" && meminfo >> kib) return kib * 1_KiB;
+    meminfo.ignore(std::numeric_limits<std::streamsize>::max(), '\n');
+  }
+  return std::nullopt;
+}
+
 class HostDevice final : public Device {
  public:
   explicit HostDevice(Options options)
@@ -118,7 +133,9 @@ class HostDevice final : public Device {
   MemoryInfo memory_info() const override {
     struct sysinfo info {};
     PAGODA_CHECK_EQ(::sysinfo(&info), 0);
-    return {info.freeram * Bytes{info.mem_unit}, info.totalram * Bytes{info.mem_unit}};
+    const Bytes total = info.totalram * Bytes{info.mem_unit};
+    // Not freeram: what the page cache has is free for whoever asks for it.
+    return {available().value_or(info.freeram * Bytes{info.mem_unit}), total};
   }
 
  private:
@@ -130,7 +147,10 @@ class HostDevice final : public Device {
   }
   std::unique_ptr<Memory> do_allocate(MemoryKind kind, Bytes bytes,
                                       const MemoryOptions& options) override {
-    auto pages = std::make_shared<HostPages>(bytes, HostPages::Touch::Now, options.touchers);
+    // "Device" memory is only reserved: a budget of half the machine costs nothing until pages fill
+    // it. Pinned memory stands for what a GPU reads: it is there from the start, as with CUDA.
+    const auto touch = kind == MemoryKind::Device ? HostPages::Touch::Later : HostPages::Touch::Now;
+    auto pages = std::make_shared<HostPages>(bytes, touch, options.touchers);
     std::byte* data = pages->data();
     return std::make_unique<Memory>(kind, data, bytes, std::move(pages));
   }

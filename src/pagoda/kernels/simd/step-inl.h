@@ -31,7 +31,7 @@ enum class Moments : std::uint8_t { None, F32, BF16 };
 /// split in the parameter and a rest.
 enum class Output : std::uint8_t { None, BF16, F16, Split };
 
-/// Where the states are written.
+/// Where states, and parameters that are read, are written.
 enum class Place : std::uint8_t { AsRead, Elsewhere };
 
 /// From this many elements on, what is only written goes past the caches: a line need not be read
@@ -52,10 +52,11 @@ struct Arrays {
   std::byte* param;
   std::byte* momentum;
   std::byte* variance;
-  /// Where the states are written: for Place::Elsewhere only, and may be where they are read.
+  /// Where things are written: for Place::Elsewhere only, and may be where they are read.
   struct {
     float* master;
     std::uint16_t* rest;
+    std::byte* param;  // of a split master; others' is only written
     std::byte* momentum;
     std::byte* variance;
   } to;
@@ -143,13 +144,14 @@ class StepLoop {
     if constexpr (kSplit) {
       const Split split_x = split_number(x.p);
       const Split split_y = split_number(y.p);
-      store_high<false>(split_x.param, split_y.param, a.param + 2 * i);
+      std::byte* const param = (kElsewhere ? a.to.param : a.param) + 2 * i;
+      store_high<false>(split_x.param, split_y.param, param);
       std::uint16_t* const rest = (kElsewhere ? a.to.rest : a.rest) + i;
       state(past, [&](auto stream) { store_low<stream>(split_x.rest, split_y.rest, rest); });
       store_moments(x, y, split_x.tie, split_y.tie, a, i, past, noise, index);
     } else {
       float* const master = (kElsewhere ? a.to.master : a.master) + i;
-      // A master that is the parameter stays where it is, and has just been read.
+      // A master that is the parameter goes to what has just been read.
       const Past by = kOutput == Output::None ? Past{} : past;
       state(by, [&](auto stream) { store<Dtype::F32, stream>(x.p, y.p, master); });
       if constexpr (kOutput == Output::BF16) put<Dtype::BF16>(x.p, y.p, a.param + 2 * i, past);
@@ -235,12 +237,12 @@ void partial_group(GroupsFunction<Scalars> groups, const Scalars& scalars,
   copy(momentum, part.momentum.data, moment_size);
   copy(variance, part.variance.data, moment_size);
   const Arrays local = {
-      grad, master, rest, param, momentum, variance, {master, rest, momentum, variance}};
+      grad, master, rest, param, momentum, variance, {master, rest, param, momentum, variance}};
   groups(scalars, local, 0, kGroup, {}, key, static_cast<std::uint32_t>(part.first_index));
   const OptimizerShard::Written to = part.written();
   copy(to.master, master, sizeof(float));
   copy(to.rest, rest, sizeof(std::uint16_t));
-  copy(part.param.data, param, param_size);
+  copy(to.param.data, param, param_size);
   copy(to.momentum.data, momentum, moment_size);
   copy(to.variance.data, variance, moment_size);
 }
@@ -282,7 +284,7 @@ void walk(GroupsFunction<Scalars> groups, const Scalars& scalars, const Optimize
       static_cast<std::byte*>(shard.param.data),
       static_cast<std::byte*>(shard.momentum.data),
       static_cast<std::byte*>(shard.variance.data),
-      {to.master, reinterpret_cast<std::uint16_t*>(to.rest),
+      {to.master, reinterpret_cast<std::uint16_t*>(to.rest), static_cast<std::byte*>(to.param.data),
        static_cast<std::byte*>(to.momentum.data), static_cast<std::byte*>(to.variance.data)}};
   const bool is_long = shard.count >= kStreamFrom;
   Past past;
@@ -290,10 +292,10 @@ void walk(GroupsFunction<Scalars> groups, const Scalars& scalars, const Optimize
   std::size_t i = 0;
   if (past.param) {
     i = before_line(a.param, element_size(shard.param.type));
-  } else if (is_long && shard.elsewhere()) {
+  } else if (is_long && shard.states_elsewhere()) {
     i = before_line(to.momentum.data, element_size(to.momentum.type));
   }
-  past.states = is_long && shard.elsewhere() && all_start_line(shard.to, i);
+  past.states = is_long && shard.states_elsewhere() && all_start_line(shard.to, i);
   if (i > 0) partial_group(groups, scalars, shard, 0, i, key);
   const std::size_t end = i + (shard.count - i) / kGroup * kGroup;
   groups(scalars, a, i, end, past, key, static_cast<std::uint32_t>(shard.first_index));

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An uncaught exception on one rank is told to the others before the process ends: they raise it
+with its cause at once, instead of waiting for a rank that never comes.
+
+Only what ends the process, or the thread that trains, is told. In an interactive interpreter an
+exception ends a cell, not the process: nothing is told there, the engine lives, and so do the
+others, for as long as `timeout` lets them wait. `os._exit` and signals that kill run no Python: the others
+see the connection break.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pagoda.library import Handle
+
+_LONGEST = 1000
+
+
+def text_of(error: BaseException) -> str:
+    """As the last line of a traceback has it, and not much longer."""
+    text = str(error)
+    text = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return text if len(text) <= _LONGEST else text[:_LONGEST] + " …"
+
+
+def is_failure(error: BaseException | None) -> bool:
+    """Whether whoever ends with `error` has failed: `sys.exit(0)` is a good end."""
+    if isinstance(error, SystemExit):
+        return error.code is not None and error.code != 0
+    return error is not None and not isinstance(error, GeneratorExit)
+
+
+def is_interactive() -> bool:
+    """Whether an uncaught exception leaves the process where it is."""
+    return hasattr(sys, "ps1") or bool(sys.flags.interactive) or bool(
+        os.environ.get("PYTHONINSPECT"))
+
+
+class Told:
+    """One engine, for as long as it is open, and the thread that trains with it."""
+
+    def __init__(self, handle: Handle) -> None:
+        self._handle = handle
+        self.thread = threading.get_ident()
+
+    def fail(self, error: BaseException) -> None:
+        """The other ranks raise this error. After the first one it does nothing."""
+        self._handle.fail(text_of(error))
+
+
+_open: weakref.WeakSet[Told] = weakref.WeakSet()
+_installed = False
+
+
+def watch(handle: Handle) -> Told:
+    """From now on the other ranks hear of what ends this one, while the result is kept."""
+    _install()
+    told = Told(handle)
+    _open.add(told)
+    return told
+
+
+def _tell(error: BaseException | None, thread: int | None = None) -> None:
+    if error is None or not is_failure(error) or is_interactive():
+        return
+    for told in list(_open):
+        if thread is None or told.thread == thread:
+            told.fail(error)
+
+
+def _install() -> None:
+    """Hooks that tell, then do what the ones before them did."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    before: Callable[..., Any] = sys.excepthook
+    before_in_threads: Callable[..., Any] = threading.excepthook
+
+    def excepthook(kind: type[BaseException], error: BaseException,
+                   trace: TracebackType | None) -> None:
+        _tell(error)
+        before(kind, error, trace)
+
+    def thread_excepthook(args: threading.ExceptHookArgs) -> None:
+        # Another thread that dies does not end the training.
+        if args.thread is not None:
+            _tell(args.exc_value, args.thread.ident)
+        before_in_threads(args)
+
+    sys.excepthook = excepthook
+    threading.excepthook = thread_excepthook
+    atexit.register(_at_exit)
+
+
+def _at_exit() -> None:
+    """Where somebody has put a hook in place of ours: the interpreter remembers what ended it."""
+    _tell(getattr(sys, "last_exc", None) or getattr(sys, "last_value", None))

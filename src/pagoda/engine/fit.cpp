@@ -1,0 +1,194 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "pagoda/engine/fit.h"
+
+#include <algorithm>
+#include <numeric>
+#include <optional>
+
+#include <fmt/format.h>
+
+#include "pagoda/base/error.h"
+#include "pagoda/engine/backend.h"
+
+namespace pagoda::engine {
+
+using pager::Placement;
+using pager::Tier;
+using pager::Tiers;
+
+Bytes StateNeed::bytes() const noexcept {
+  return std::accumulate(pages.begin(), pages.end(), Bytes{0});
+}
+
+Bytes StateNeed::device_bytes() const noexcept {
+  return std::accumulate(pages.begin(), pages.end(), Bytes{0},
+                         [](Bytes sum, Bytes page) { return sum + Tiers::device_bytes(page); });
+}
+
+Fit::Fit(const Tiers& tiers)
+    : tiers_(tiers),
+      device_(tiers.arena().stats().capacity),
+      host_{tiers.budget(Tier::Host).limit(), tiers.budget(Tier::Host).available()},
+      nvme_{tiers.budget(Tier::Nvme).limit(), tiers.budget(Tier::Nvme).available()} {}
+
+void Fit::hold(const pager::Home& home) {
+  if (home.tier() == Tier::Host) host_.free += home.size();
+  if (home.tier() != Tier::Nvme) return;
+  nvme_.free += Tiers::nvme_bytes(home.size());
+  host_.free += tiers_.checksum_bytes(home.size());
+}
+
+void Fit::need_page(std::string_view name, Bytes bytes) {
+  if (bytes > largest_page_.bytes) largest_page_ = {std::string(name), bytes};
+}
+
+void Fit::need_gradient(std::string_view name, Bytes bytes) {
+  if (bytes > largest_gradient_.bytes) largest_gradient_ = {std::string(name), bytes};
+}
+
+bool Fit::parameters_fit_on_device() const noexcept {
+  Bytes sum = parameters.device_bytes();
+  for (const StateNeed* state : {&gradients, &optimizer}) {
+    if (state->placement == Placement::Device) sum += state->device_bytes();
+  }
+  return sum <= device_;
+}
+
+std::vector<const StateNeed*> Fit::states() const {
+  return {&parameters, &gradients, &optimizer, &waiting};
+}
+
+std::string Fit::list() const {
+  std::string out;
+  for (const StateNeed* state : states()) {
+    if (state->pages.empty()) continue;
+    out += fmt::format("{}{} {} ({})", out.empty() ? "" : ", ", state->state,
+                       format_bytes(state->bytes()), pager::name(state->placement));
+  }
+  if (buffers_ > 0) out += fmt::format(", buffers for gradients {} (host)", format_bytes(buffers_));
+  return out;
+}
+
+void Fit::check_device() const {
+  const Tiers::Options& options = tiers_.options();
+  const auto least_budget = [&](Bytes pages) {
+    return Tiers::least_device_budget(options, pages, largest_gradient_.bytes);
+  };
+  const auto enough = [&](Bytes pages) { return format_bytes_up(least_budget(pages)); };
+  Bytes placed = 0;
+  for (const StateNeed* state : states()) {
+    if (state->placement == Placement::Device) placed += state->device_bytes();
+  }
+  // Operators need their pages there, whatever else is.
+  const bool all_there = parameters.placement == Placement::Device;
+  const Bytes page =
+      all_there || largest_page_.bytes == 0 ? 0 : Tiers::device_bytes(largest_page_.bytes);
+  if (largest_gradient_.bytes > options.gradient_staging) {
+    const std::string staging = format_bytes_up(largest_gradient_.bytes);
+    const Bytes least = least_budget(placed + page);
+    const std::string budget = format_bytes_up(least);
+    throw UserError(
+        options.gradient_share > 0
+            ? fmt::format("the gradient of '{}' takes {}, and gradients may take {} of "
+                          "device_budget = {}: raise device_budget to at least {}, or set "
+                          "gradient_staging to at least {}",
+                          largest_gradient_.name, staging, format_bytes(options.gradient_staging),
+                          format_bytes(options.device_budget), budget, staging)
+            : fmt::format("the gradient of '{}' takes {}, and gradient_staging = {}: raise "
+                          "gradient_staging to at least {}{}",
+                          largest_gradient_.name, staging, format_bytes(options.gradient_staging),
+                          staging,
+                          least <= options.device_budget
+                              ? ""
+                              : ", and device_budget = " + format_bytes(options.device_budget) +
+                                    " to at least " + budget));
+  }
+  if (placed + page <= device_) return;
+  if (placed == 0) {
+    throw UserError(fmt::format(
+        "the parameter '{}' takes {}, and device_budget = {} has {} for pages: raise device_budget "
+        "to at least {}",
+        largest_page_.name, format_bytes(largest_page_.bytes), format_bytes(options.device_budget),
+        format_bytes(device_), enough(page)));
+  }
+  throw UserError(fmt::format(
+      "the model's states do not fit on the device: {}; in blocks of {} B they take {} there{}, "
+      "and "
+      "device_budget = {} has {} for pages: raise device_budget to at least {}, or place some of "
+      "them on the host",
+      list(), Tiers::kDeviceBlock, format_bytes(placed),
+      page == 0 ? ""
+                : fmt::format(" and the parameter '{}' {}", largest_page_.name, format_bytes(page)),
+      format_bytes(options.device_budget), format_bytes(device_), enough(placed + page)));
+}
+
+Fit::Missing Fit::fill(Bytes more_host, Bytes more_nvme) const {
+  const bool has_nvme = tiers_.swaps();
+  Missing missing;
+  Bytes host = host_.free + more_host;
+  Bytes nvme = nvme_.free + more_nvme;
+  const auto take = [](Bytes& free, Bytes bytes, Bytes& lacks) {
+    lacks += bytes - std::min(free, bytes);
+    free -= std::min(free, bytes);
+  };
+  const auto put = [&](Placement placement, Bytes bytes) {
+    if (placement == Placement::Device) return;
+    const Bytes kept = has_nvme ? tiers_.kept_for_checksums(nvme, host_.limit + more_host) : 0;
+    if (placement != Placement::Nvme && (bytes + kept <= host || !has_nvme)) {
+      take(host, bytes, missing.host);
+      return;
+    }
+    take(nvme, Tiers::nvme_bytes(bytes), missing.nvme);
+    take(host, tiers_.checksum_bytes(bytes), missing.host);
+  };
+  take(host, buffers_, missing.host);
+  for (const Bytes page : parameters.pages) put(parameters.placement, page);
+  for (std::size_t i = 0; i < gradients.pages.size(); ++i) {  // as attach() takes them
+    put(gradients.placement, gradients.pages[i]);
+    put(optimizer.placement, optimizer.pages[i]);
+  }
+  for (const Bytes page : waiting.pages) put(waiting.placement, page);
+  return missing;
+}
+
+std::optional<Bytes> Fit::missing_host(Bytes more_nvme) const {
+  // What a larger host takes over is not cut as what was missing: until all fits.
+  constexpr int kAttempts = 64;
+  Bytes more = 0;
+  for (int i = 0; i < kAttempts; ++i) {
+    const Missing missing = fill(more, more_nvme);
+    if (missing.none()) return more;
+    more += missing.host + missing.nvme;
+  }
+  return std::nullopt;
+}
+
+void Fit::check() const {
+  check_device();
+  const Missing missing = fill(0, 0);
+  if (missing.none()) return;
+  const auto room = [](std::string_view key, const Room& tier) {
+    return tier.limit >= kNoLimit ? fmt::format("{} is not set", key)
+                                  : fmt::format("{} = {} has {} for them", key,
+                                                format_bytes(tier.limit), format_bytes(tier.free));
+  };
+  const auto host_of = [&](Bytes more) {
+    return fmt::format("host_budget to at least {}", format_bytes_up(host_.limit + more));
+  };
+  std::vector<std::string> has = {room("host_budget", host_)};
+  if (tiers_.swaps()) has.push_back(room("nvme_budget", nvme_));
+  std::vector<std::string> help;
+  const std::optional<Bytes> host_alone = missing_host(0);
+  if (missing.nvme > 0) {
+    const std::optional<Bytes> beside = missing_host(missing.nvme);
+    help.push_back(fmt::format("raise nvme_budget to at least {}{}",
+                               format_bytes_up(nvme_.limit + missing.nvme),
+                               beside.value_or(0) > 0 ? " and " + host_of(*beside) : ""));
+  }
+  if (host_alone) help.push_back("raise " + host_of(*host_alone));
+  if (!tiers_.swaps()) help.emplace_back("set nvme to a directory");
+  throw UserError(fmt::format("the model's states do not fit: {}; {}: {}", list(),
+                              fmt::join(has, ", "), fmt::join(help, " or ")));
+}
+
+}  // namespace pagoda::engine

@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "pagoda/base/bytes.h"
+#include "pagoda/pager/tiers.h"
+
+namespace pagoda::engine {
+
+/// One state of a model, page by page, and where it is to lie.
+struct StateNeed {
+  std::string_view state;
+  pager::Placement placement = pager::Placement::Auto;
+  std::vector<Bytes> pages = {};
+
+  Bytes bytes() const noexcept;
+  /// What it takes of the device's memory: whole blocks.
+  Bytes device_bytes() const noexcept;
+};
+
+/// A model's states beside the room that there is for them. Does in advance what allocation will
+/// do, page by page: what does not fit is refused before anything moves. A plain value.
+class Fit {
+ public:
+  /// The room that is left now.
+  explicit Fit(const pager::Tiers& tiers);
+
+  /// What a page has now counts as free: `parameters` has it once more.
+  void hold(const pager::Home& home);
+  /// Host memory that must be there whatever lies elsewhere.
+  void need_buffers(Bytes bytes) noexcept { buffers_ += bytes; }
+  /// A page must have room beside what is placed on the device, and its gradient in the staging.
+  void need_page(std::string_view name, Bytes bytes);
+  void need_gradient(std::string_view name, Bytes bytes);
+
+  StateNeed parameters{"parameters"};
+  StateNeed gradients{"gradients"};
+  StateNeed optimizer{"optimizer"};
+  /// Gradients that wait for their turn, which go wherever there is room.
+  StateNeed waiting{"gradients in wait"};
+
+  /// Whether all parameters have room on the device, beside what else is placed there.
+  bool parameters_fit_on_device() const noexcept;
+  /// UserError unless everything fits: what needs how much, which key has how much, and the
+  /// smallest value of it that works.
+  void check() const;
+
+ private:
+  struct Named {
+    std::string name;
+    Bytes bytes = 0;
+  };
+  /// What a tier may hold, and what of it is free.
+  struct Room {
+    Bytes limit = 0;
+    Bytes free = 0;
+  };
+  struct Missing {
+    Bytes host = 0;
+    Bytes nvme = 0;
+    bool none() const noexcept { return host == 0 && nvme == 0; }
+  };
+
+  void check_device() const;
+  /// Fills host and NVMe as allocation would, if they were larger by so much.
+  Missing fill(Bytes more_host, Bytes more_nvme) const;
+  /// How much larger the host must be; nothing where that does not help.
+  std::optional<Bytes> missing_host(Bytes more_nvme) const;
+  std::string list() const;
+  std::vector<const StateNeed*> states() const;
+
+  const pager::Tiers& tiers_;
+  Bytes device_;  // for pages
+  Room host_;
+  Room nvme_;
+  Bytes buffers_ = 0;
+  Named largest_page_;
+  Named largest_gradient_;
+};
+
+}  // namespace pagoda::engine

@@ -1,0 +1,89 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "pagoda/engine/host_need.h"
+
+#include <algorithm>
+
+#include <fmt/format.h>
+
+#include "pagoda/base/error.h"
+#include "pagoda/engine/shard_exchange.h"
+#include "pagoda/io/swap_options.h"
+#include "pagoda/optim/update_chunk.h"
+#include "pagoda/optim/updater.h"
+#include "pagoda/pager/pager.h"
+
+namespace pagoda::engine {
+namespace {
+
+Bytes update_buffer_bytes(const Config& config) {
+  return optim::UpdateChunk::buffer_bytes(
+      align_up(config.update_chunk / sizeof(float), pager::Sharding::kBlock));
+}
+
+unsigned least_update_buffers(const Config& config) {
+  return std::min(config.update_buffers, optim::Updater::kLeastBuffers);
+}
+
+}  // namespace
+
+std::vector<HostNeed> host_needs(const Config& config, device::DeviceKind kind, int ranks) {
+  std::vector<HostNeed> out;
+  const auto add = [&](std::string purpose, Bytes bytes) {
+    if (bytes > 0) out.push_back({std::move(purpose), bytes});
+  };
+  const bool in_place = kind != device::DeviceKind::Cuda && config.nvme.empty();
+  Bytes buffers = pager::Pager::staging_buffers(kind, config.fetch_threads) + 1;  // for gradients
+  if (ranks > 1 && ShardExchange::needs_buffers(kind, !config.nvme.empty())) {
+    buffers += ShardExchange::staging_buffers(config.zero == 1 || config.zero == 2);
+  }
+  add(fmt::format("{} buffers of staging = {}", buffers, format_bytes(config.staging)),
+      buffers * config.staging);
+  if (!in_place) {
+    const Bytes chunk = update_buffer_bytes(config);
+    const unsigned least = least_update_buffers(config);
+    add(fmt::format("{} update buffers of {} (update_chunk = {}, five arrays)", least,
+                    format_bytes(chunk), format_bytes(config.update_chunk)),
+        least * chunk);
+  }
+  if (!config.nvme.empty()) {
+    const io::SwapOptions swap;
+    add("buffers of the swap files", swap.bounce_buffers * swap.io_bytes);
+  }
+  add("activation_reserve", config.activation_reserve);
+  return out;
+}
+
+unsigned update_buffers(const Config& config, device::DeviceKind kind, int ranks) {
+  if (config.host_budget == 0) return config.update_buffers;
+  Bytes least = 0;
+  for (const HostNeed& need : host_needs(config, kind, ranks)) least += need.bytes;
+  const Bytes each = update_buffer_bytes(config);
+  const Bytes spare = config.host_budget - std::min(config.host_budget, least);
+  unsigned out = least_update_buffers(config);
+  // At most an eighth of the budget, and never the reason that something else does not fit.
+  while (out < config.update_buffers && (out + 1) * each <= config.host_budget / 8 &&
+         (out + 1 - least_update_buffers(config)) * each <= spare) {
+    ++out;
+  }
+  return out;
+}
+
+void check_host_budget(const Config& config, device::DeviceKind kind, int ranks) {
+  if (config.host_budget == 0) return;
+  std::vector<HostNeed> needs = host_needs(config, kind, ranks);
+  std::ranges::stable_sort(needs, std::ranges::greater{}, &HostNeed::bytes);
+  Bytes sum = 0;
+  std::string list;
+  for (const HostNeed& need : needs) {
+    sum += need.bytes;
+    list += fmt::format("{}{} for {}", list.empty() ? "" : ", ", format_bytes(need.bytes),
+                        need.purpose);
+  }
+  if (sum <= config.host_budget) return;
+  throw UserError(fmt::format(
+      "host_budget = '{}' is less than the engine's own buffers take: raise host_budget "
+      "to at least {}, and more for what a model has there ({})",
+      config.get("host_budget"), format_bytes_up(sum), list));
+}
+
+}  // namespace pagoda::engine

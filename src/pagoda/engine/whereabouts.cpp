@@ -1,0 +1,128 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "pagoda/engine/whereabouts.h"
+
+#include <algorithm>
+#include <utility>
+
+#include <fmt/format.h>
+#include <pthread.h>
+
+namespace pagoda::engine {
+namespace {
+
+/// A thread that has so little of a core sleeps, polls or waits.
+constexpr double kComputes = 0.2;
+
+char place_in(const std::string& note) {
+  return note.empty() ? 'o' : note.front();
+}
+
+/// What follows the count.
+std::string where_in(const std::string& note) {
+  const std::size_t space = note.find(' ');
+  return space == std::string::npos ? "not there yet" : note.substr(space + 1);
+}
+
+bool is_idle(const comm::PeerNote& peer, Nanos timeout) {
+  return !peer.left && place_in(peer.note) == 'o' && peer.unchanged >= timeout;
+}
+
+double in_seconds(Nanos time) {
+  return static_cast<double>(time) / 1e9;
+}
+
+}  // namespace
+
+Whereabouts::Whereabouts() {
+  here();
+}
+
+void Whereabouts::here() {
+  clockid_t clock{};
+  const bool known = ::pthread_getcpuclockid(::pthread_self(), &clock) == 0;
+  const std::lock_guard lock(mutex_);
+  clock_ = known ? std::optional(clock) : std::nullopt;
+}
+
+void Whereabouts::enter(std::string where) {
+  here();
+  const std::lock_guard lock(mutex_);
+  place_ = Place::Inside;
+  where_ = std::move(where);
+}
+
+void Whereabouts::ends(std::string where) {
+  const std::lock_guard lock(mutex_);
+  place_ = Place::Ended;
+  where_ = std::move(where);
+}
+
+void Whereabouts::leave() {
+  const std::lock_guard lock(mutex_);
+  if (place_ == Place::Inside) place_ = Place::Outside;
+}
+
+std::optional<std::string> Whereabouts::in_call() const {
+  const std::lock_guard lock(mutex_);
+  return place_ == Place::Outside ? std::nullopt : std::optional(where_);
+}
+
+std::string Whereabouts::text() const {
+  if (auto call = in_call()) return *call;
+  const std::uint64_t taken = steps();
+  if (taken == 0) return "outside of the engine, before the first step()";
+  return fmt::format("outside of the engine, after step() {}", taken);
+}
+
+/// Whether the thread that trains has used a core since the last note.
+bool Whereabouts::thread_computes() {
+  std::optional<clockid_t> clock;
+  {
+    const std::lock_guard lock(mutex_);
+    clock = clock_;
+  }
+  const Nanos now = now_ns();
+  const Nanos passed = now - std::exchange(looked_, now);
+  timespec time{};
+  if (!clock || ::clock_gettime(*clock, &time) != 0) return false;  // the thread has ended
+  const Nanos cpu = static_cast<Nanos>(time.tv_sec) * 1'000'000'000 + time.tv_nsec;
+  const Nanos used = cpu - std::exchange(cpu_, cpu);
+  return in_seconds(used) >= kComputes * in_seconds(passed);
+}
+
+std::string Whereabouts::note(const Activity& activity) {
+  const std::uint64_t count = activity();
+  const bool computes = thread_computes();
+  if (computes || count != counted_) ++active_;
+  counted_ = count;
+  char place = 'o';
+  {
+    const std::lock_guard lock(mutex_);
+    place = static_cast<char>(place_);
+  }
+  return fmt::format("{}{} {}", place, active_, text());
+}
+
+std::optional<std::string> Whereabouts::idle_peer(std::span<const comm::PeerNote> peers,
+                                                  const std::string& here, int rank, Nanos waited,
+                                                  Nanos timeout) {
+  if (waited < timeout) return std::nullopt;
+  const auto idle = std::find_if(peers.begin(), peers.end(), [&](const comm::PeerNote& peer) {
+    return is_idle(peer, timeout);
+  });
+  if (idle == peers.end()) return std::nullopt;
+  return fmt::format(
+      "rank {} is {} and has waited {:.0f} s for rank {}, which is alive and {}, and has neither "
+      "called the engine nor used a parameter for {:.0f} s. Every rank makes the same calls of the "
+      "engine; raise timeout if one of them does something else for so long",
+      rank, here, in_seconds(waited), idle->rank, where_in(idle->note),
+      in_seconds(idle->unchanged));
+}
+
+bool Whereabouts::all_idle(std::span<const comm::PeerNote> peers, Nanos timeout) {
+  return std::all_of(peers.begin(), peers.end(), [&](const comm::PeerNote& peer) {
+    return peer.left || place_in(peer.note) == 'e' || is_idle(peer, timeout);
+  });
+}
+
+}  // namespace pagoda::engine

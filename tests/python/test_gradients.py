@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients belong to the engine: what a script does to p.grad is the step's, or an error at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import parity
+import pytest
+import torch
+from small_net import WIDTH, engine, loss_of, net, raises, trains
+
+import pagoda
+
+@pytest.mark.parametrize("placement", ["host", "nvme"])
+def test_no_gradient_yet_reads_as_zeros(placement: str, tmp_path: Path) -> None:
+    paged, model = engine(gradients=placement, nvme=[tmp_path], early_updates=False), net()
+    paged.attach(model)
+    assert not paged.grad(model[0].weight).any()
+    paged.backward(model[0](torch.ones(1, WIDTH)).sum())
+    assert paged.grad(model[0].weight).all()
+    assert not paged.grad(model[1].weight).any()
+    paged.step()
+    assert not paged.grad(model[0].weight).any()
+    assert paged.grad_norm() == 0
+    trains(paged, model)
+
+
+# Gradients that a script sets.
+
+
+def reference(change: Callable[[torch.nn.Sequential], None], steps: int = 2) -> list[torch.Tensor]:
+    """A plain loop, in which `change` makes the gradients."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        change(model)
+        optimizer.step()
+    return [p.detach() for p in model.parameters()]
+
+
+def set_some(model: torch.nn.Sequential) -> None:
+    """An evolution strategy, say: no backward at all."""
+    model[0].weight.grad = torch.full_like(model[0].weight, 0.5)
+    model[1].bias.grad = torch.arange(float(WIDTH))
+
+
+@pytest.mark.parametrize("placement", ["host", "nvme"])
+def test_a_gradient_that_is_set_is_the_steps(placement: str, tmp_path: Path) -> None:
+    expected = reference(set_some, 3)
+    paged, model = engine(gradients=placement, nvme=[tmp_path]), net()
+    optimizer = paged.attach(model, optimizer="sgd", lr=0.1, momentum=0.9)
+    for _ in range(3):
+        optimizer.zero_grad()
+        set_some(model)
+        paged.step()
+        assert all(p.grad is None for p in model.parameters())
+    for mine, theirs in zip(parity.values(model).values(), expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
+
+
+def test_a_gradient_that_is_set_can_be_seen_clipped_and_dropped() -> None:
+    paged, model = engine(), net()
+    paged.attach(model, optimizer="sgd", lr=0.1, clip=1.0)
+    model[0].weight.grad = torch.full((WIDTH, WIDTH), 1.0)
+    assert paged.grad_norm() == WIDTH
+    assert (paged.grad(model[0].weight) == 1).all()
+    assert paged.step().norm == WIDTH
+    model[0].weight.grad = torch.ones(WIDTH, WIDTH)
+    paged.zero_grad()
+    assert model[0].weight.grad is None
+    before = parity.values(model)
+    paged.step()
+    assert all(torch.equal(value, before[key]) for key, value in parity.values(model).items())
+
+
+def test_a_gradient_may_be_a_view_of_a_page() -> None:
+    def shrink(model: torch.nn.Sequential) -> None:
+        model[0].weight.grad = model[1].weight.detach()
+        model[2].bias.grad = model[2].bias.detach()
+
+    paged, model = engine(device_budget="4KiB", gradient_staging="1KiB"), net()
+    paged.attach(model, optimizer="sgd", lr=0.1, momentum=0.9)
+    for _ in range(2):
+        shrink(model)
+        paged.step()
+    for mine, theirs in zip(parity.values(model).values(), reference(shrink), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
+
+
+def test_a_gradient_of_a_closure_or_a_hook_is_the_steps() -> None:
+    def closure(model: torch.nn.Sequential) -> Callable[[], float]:
+        def run() -> float:
+            set_some(model)
+            return 1.0
+
+        return run
+
+    paged, model = engine(), net()
+    optimizer = paged.attach(model, optimizer="sgd", lr=0.1, momentum=0.9)
+    for _ in range(2):
+        assert optimizer.step(closure(model)) == 1.0
+    for mine, theirs in zip(parity.values(model).values(), reference(set_some), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
+
+    def hooked(model: torch.nn.Sequential) -> torch.nn.Sequential:
+        """Hooks of before attach() are called first: they may change p.grad, and do."""
+        model[0].weight.register_post_accumulate_grad_hook(
+            lambda p: setattr(p, "grad", p.grad * 2))
+        model[1].weight.register_hook(lambda gradient: gradient * 3)
+        return model
+
+    plain, model = hooked(net()), hooked(net())
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+    paged = engine()
+    paged.attach(model, optimizer="sgd", lr=0.1)
+    loss_of(plain).backward()
+    theirs.step()
+    paged.backward(loss_of(model))
+    paged.step()
+    for mine, other in zip(parity.values(model).values(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, other.detach())
+
+
+@pytest.mark.parametrize("plainly", [False, True])
+@pytest.mark.parametrize("early", [False, True])
+def test_a_gradient_that_is_set_beside_one_of_backward_is_an_error(plainly: bool,
+                                                                   early: bool) -> None:
+    """To torch it replaces the other, which is in the engine here."""
+    paged, model = engine(early_updates=early, accumulation=2), net()
+    paged.attach(model, optimizer="sgd", lr=0.1)
+
+    def backward(step: int) -> None:
+        if plainly:
+            loss_of(model, step).backward()
+        else:
+            paged.backward(loss_of(model, step))
+
+    def set_gradient() -> None:
+        model[1].weight.grad = torch.ones(WIDTH, WIDTH)
+
+    for _ in range(3):  # updates begin early from the second step on
+        backward(0)
+        set_gradient()
+        with pytest.raises(RuntimeError, match=r"p\.grad of '1\.weight' is set.*zero_grad"):
+            backward(1)
+        raises(paged.step, r"p\.grad of '1\.weight' was set, and backward\(\) has given it")
+        raises(lambda: paged.grad(model[0].weight), r"p\.grad of '1\.weight'")
+        paged.zero_grad()
+        backward(0)
+        backward(1)
+        set_gradient()
+        raises(paged.step, r"p\.grad of '1\.weight' was set")
+        model[1].weight.grad = None
+        paged.step()
+    assert paged.stats()["steps"] == 3
+
+
+def test_a_gradient_of_another_kind_is_an_error() -> None:
+    paged, model = engine(), net()
+    paged.attach(model)
+    model[0].weight.grad = torch.ones(WIDTH, WIDTH).to_sparse()
+    raises(paged.step, r"'0\.weight' got a sparse gradient")
+    paged.zero_grad()
+    trains(paged, model)
+
+
+def test_a_gradient_of_a_frozen_parameter_is_not_ignored() -> None:
+    paged, model = engine(), net()
+    model[0].weight.requires_grad_(False)
+    paged.attach(model, groups=[{"params": model.parameters()}])
+    trains(paged, model)
+    model[0].weight.grad = torch.ones(WIDTH, WIDTH)
+    raises(paged.step, "frozen parameter")
+    model[0].weight.grad = None
+    trains(paged, model)
+
+
+def test_gradients_of_before_attach_are_an_error_until_they_are_dropped() -> None:
+    paged, model = engine(), net()
+    loss_of(model).backward()
+    paged.attach(model)
+    raises(lambda: paged.backward(loss_of(model)), r"p\.grad of '0\.weight' is set")
+    paged.zero_grad()
+    trains(paged, model)
+
+
+def test_a_plain_backward_with_a_loss_scale_is_an_error() -> None:
+    def run(scale: str, familiar: bool) -> list[torch.Tensor]:
+        paged, model = engine(loss_scale=scale), net()
+        paged.attach(model, optimizer="sgd", lr=0.1)
+        for step in range(2):
+            if familiar:
+                with pytest.raises(RuntimeError, match=r"call engine\.backward\(loss\)"):
+                    loss_of(model, step).backward()
+                assert all(p.grad is None for p in model.parameters())
+            paged.backward(loss_of(model, step))
+            if familiar:  # nor in the middle of an accumulation
+                with pytest.raises(RuntimeError, match=r"call engine\.backward\(loss\)"):
+                    loss_of(model, step).backward()
+            paged.step()
+        return list(parity.values(model).values())
+
+    for scale in ("128", "dynamic"):
+        expected = run("none", False)
+        for familiar in (False, True):
+            for mine, theirs in zip(run(scale, familiar), expected, strict=True):
+                torch.testing.assert_close(mine, theirs)
+
+
+def test_gradients_are_shown_without_the_loss_scale() -> None:
+    plain = net()
+    loss_of(plain).backward()
+    paged, model = engine(loss_scale="128"), net()
+    paged.attach(model)
+    paged.backward(loss_of(model))
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert theirs.grad is not None
+        torch.testing.assert_close(paged.grad(mine), theirs.grad)
+    model[0].weight.grad = torch.ones(WIDTH, WIDTH)
+    raises(paged.step, r"p\.grad of '0\.weight' was set")
+    paged.zero_grad()
+    model[0].weight.grad = torch.ones(WIDTH, WIDTH)
+    raises(paged.step, r"loss_scale.*backward\(\(p \* gradient\)\.sum\(\)\)")
+    model[0].weight.grad = None
+    paged.backward((model[0].weight * torch.ones(WIDTH, WIDTH)).sum())
+    assert (paged.grad(model[0].weight) == 1).all()
+    paged.step()
+
+
+def test_torch_functions_on_gradients_work_or_say_so() -> None:
+    paged, model = engine(early_updates=False), net()
+    optimizer = paged.attach(model, optimizer="sgd", lr=0.1)
+    other = torch.optim.AdamW(model.parameters())
+    paged.backward(loss_of(model))
+    assert paged.has_gradients()
+    raises(other.step, r"AdamW\.step\(\).*engine\.step")
+    norm = torch.tensor(1.0)
+    raises(lambda: torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm),
+           r"clip_grads_with_norm_: .*attach\(model, clip=")
+    raises(model[0].zero_grad, r"part of an attached model.*engine\.zero_grad")
+    model.zero_grad()
+    assert not paged.has_gradients()
+    assert paged.grad_norm() == 0
+    model[0].zero_grad()  # nothing to drop
+    trains(paged, model)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(loss_of(model)).backward()
+    raises(lambda: scaler.step(optimizer), r"GradScaler.*loss_scale='dynamic'")
+    paged.zero_grad()
+    trains(paged, model)
+    free = torch.nn.Linear(2, 2)
+    mixed = torch.optim.SGD([*free.parameters()], lr=0.1)
+    free(torch.ones(1, 2)).sum().backward()
+    mixed.step()  # others' parameters are theirs
+    free.zero_grad()
+    paged.release(model)
+    loss_of(model).backward()
+    other.step()
+    model[0].zero_grad()
+
+
+def test_a_gradient_set_after_the_last_backward_never_spoils_a_step() -> None:
+    """Updates have begun by then, perhaps: the step is as if it had been set or not, never half."""
+    paged, model = engine(), net()
+    paged.attach(model, optimizer="sgd", lr=0.1)
+
+    def part(step: int) -> torch.Tensor:
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
+        return model[:2](x).square().mean()
+
+    for step in range(4):
+        paged.backward(part(step))
+        model[2].bias.grad = torch.ones(WIDTH)
+        before = parity.values(model)["2.bias"] if step == 0 else None
+        try:
+            paged.step()
+            assert before is None or torch.equal(parity.values(model)["2.bias"], before - 0.1)
+        except pagoda.UserError as error:
+            assert "p.grad of '2.bias' was set" in str(error)
+            model[2].bias.grad = None
+            paged.step()
+    assert paged.stats()["steps"] == 4

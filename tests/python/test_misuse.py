@@ -1,0 +1,470 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a script may do wrong, call by call: each works or is an error that says what to do, at once
+and before it has an effect; then the engine trains on. Nothing is ignored, nothing ends the process."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import parity
+import pytest
+import torch
+from small_net import WIDTH, engine, loss_of, net, raises, trains
+
+import pagoda
+
+# Constants of an optimizer.
+
+WRONG = [("lr", math.nan), ("lr", math.inf), ("lr", -1.0), ("lr", "much"), ("lr", None),
+         ("eps", -1e-8), ("eps", math.nan), ("weight_decay", -0.1), ("weight_decay", math.nan),
+         ("weight_decay", math.inf), ("betas", (1.0, 0.9)), ("betas", (0.9, -0.1)),
+         ("betas", (math.nan, 0.9)), ("betas", 0.9), ("betas", (0.9,)), ("betas", "ab")]
+WRONG_SGD = [("momentum", -0.9), ("momentum", math.nan), ("dampening", math.inf),
+             ("nesterov", True)]
+
+
+@pytest.mark.parametrize(("kind", "name", "value"),
+                         [("adamw", *wrong) for wrong in WRONG if wrong[1] is not None]
+                         + [("sgd", *wrong) for wrong in WRONG_SGD])
+def test_attach_refuses_constants_that_cannot_train(kind: str, name: str, value: Any) -> None:
+    paged, model = engine(), net()
+    before = [p.data_ptr() for p in model.parameters()]
+    raises(lambda: paged.attach(model, optimizer=kind, **{name: value}),
+           "beta" if name == "betas" else name)
+    raises(lambda: paged.attach(model, optimizer=kind, groups=[
+        {"params": model[0].parameters()}, {"params": model[1].parameters(), name: value}]),
+        "beta" if name == "betas" else name)
+    assert [p.data_ptr() for p in model.parameters()] == before  # no page yet
+    paged.attach(model)
+    trains(paged, model)
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG)
+def test_what_a_schedule_sets_is_checked_before_it_is_used(name: str, value: Any) -> None:
+    paged, model = engine(), net()
+    optimizer = paged.attach(model, lr=0.1)
+    trains(paged, model)
+    before = parity.values(model)
+    good = optimizer.param_groups[0][name]
+    optimizer.param_groups[0][name] = value
+    word = "beta" if name == "betas" else name
+    raises(lambda: paged.backward(loss_of(model)), word)
+    raises(paged.step, word)
+    assert all(torch.equal(value, before[key]) for key, value in parity.values(model).items())
+    optimizer.param_groups[0][name] = good
+    trains(paged, model)
+
+
+def test_a_schedule_below_zero_is_an_error() -> None:
+    paged, model = engine(), net()
+    optimizer = paged.attach(model, lr=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 - step)
+    trains(paged, model, 1)
+    schedule.step()
+    trains(paged, model, 1)  # a rate of zero trains nothing, and may be asked for
+    schedule.step()
+    raises(lambda: paged.backward(loss_of(model)), "lr = -0.1 is not allowed")
+
+
+def test_a_learning_rate_may_be_a_tensor() -> None:
+    paged, model = engine(), net()
+    optimizer = paged.attach(model, lr=torch.tensor(0.1))  # type: ignore[arg-type]
+    trains(paged, model)
+    optimizer.param_groups[0]["lr"].fill_(math.nan)
+    raises(paged.step, "lr = nan")
+
+
+# What a step reports.
+
+
+def test_the_norm_is_nan_where_it_is_and_none_where_none_was_taken() -> None:
+    for clip, expected in ((None, None), (1.0, math.nan)):
+        paged, model = engine(early_updates=False), net()
+        paged.attach(model, clip=clip)
+        paged.backward(loss_of(model) * math.nan)
+        norm = paged.step().norm
+        assert norm is expected or (norm is not None and math.isnan(norm))
+
+
+def test_a_step_without_gradients_changes_nothing() -> None:
+    paged, model = engine(), net()
+    paged.attach(model)
+    trains(paged, model)
+    before = parity.values(model)
+    report = paged.step()
+    assert (report.step, report.skipped) == (2, False)
+    assert all(torch.equal(value, before[key]) for key, value in parity.values(model).items())
+
+
+# Groups.
+
+
+def test_groups_cannot_be_changed_after_attach() -> None:
+    paged, model = engine(), net()
+    optimizer = paged.attach(model, groups=[{"params": model[0].parameters()}])
+    trains(paged, model)
+    raises(lambda: optimizer.add_param_group({"params": list(model[1].parameters())}),
+           r"release\(\).*attach")
+    assert len(optimizer.param_groups) == 1
+    trains(paged, model)
+    optimizer.param_groups.append({"params": list(model[1].parameters()), "lr": 1.0})
+    raises(lambda: paged.backward(loss_of(model)), r"release\(\).*attach")
+    optimizer.param_groups.pop()
+    optimizer.param_groups[0]["params"].append(model[1].weight)
+    raises(lambda: paged.backward(loss_of(model)), r"release\(\).*attach")
+    optimizer.param_groups[0]["params"].pop()
+    optimizer.param_groups[0]["optimizer"] = "sgd"
+    raises(lambda: paged.backward(loss_of(model)), "optimizer")
+    optimizer.param_groups[0]["optimizer"] = "adamw"
+    trains(paged, model)
+
+
+# Every call, in every state of an engine.
+
+
+class Scene:
+    """An engine, its model, and others that have nothing to do with it."""
+
+    def __init__(self, state: str) -> None:
+        self.paged, self.model, self.other = engine(early_updates=False), net(), net()
+        self.optimizer: Any = None
+        if state != "fresh":
+            self.optimizer = self.paged.attach(self.model)
+            trains(self.paged, self.model)
+        if state == "backward":
+            self.paged.backward(loss_of(self.model))
+        if state in ("released", "closed"):
+            self.paged.release(self.model)
+        if state == "closed":
+            self.paged.close()
+        if state == "dropped":
+            self.paged.close()
+
+
+STATES = ["fresh", "attached", "backward", "released", "closed", "dropped"]
+
+SENSE: dict[str, Callable[[Scene], Any]] = {
+    "attach": lambda s: s.paged.attach(s.model),
+    "attach another": lambda s: s.paged.attach(s.other),
+    "backward": lambda s: s.paged.backward(torch.ones((), requires_grad=True).exp()),
+    "backward of another": lambda s: s.paged.backward(loss_of(s.other)),
+    "step": lambda s: s.paged.step(),
+    "join": lambda s: s.paged.join(),
+    "finish": lambda s: s.paged.finish(),
+    "zero_grad": lambda s: s.paged.zero_grad(),
+    "grad": lambda s: s.paged.grad(s.model[0].weight),
+    "grad_norm": lambda s: s.paged.grad_norm(),
+    "has_gradients": lambda s: s.paged.has_gradients(),
+    "pin": lambda s: s.paged.pin(s.model).release(),
+    "pin nothing": lambda s: s.paged.pin([]).release(),
+    "release": lambda s: s.paged.release(),
+    "release the model": lambda s: s.paged.release(s.model),
+    "serve_framework": lambda s: s.paged.serve_framework(),
+    "activations": lambda s: s.paged.activations().__enter__(),
+    "stats": lambda s: str(s.paged.stats()),
+    "config": lambda s: s.paged.config,
+    "device": lambda s: s.paged.device,
+    "rank": lambda s: s.paged.rank,
+    "world_size": lambda s: s.paged.world_size,
+    "loss_scale": lambda s: s.paged.loss_scale,
+    "optimizer": lambda s: s.paged.optimizer,
+    "close": lambda s: s.paged.close(),
+    "leave": lambda s: s.paged.__exit__(None, None, None),
+    "optimizer.step": lambda s: s.optimizer and s.optimizer.step(),
+    "optimizer.zero_grad": lambda s: s.optimizer and s.optimizer.zero_grad(),
+    "optimizer.state_dict": lambda s: s.optimizer and s.optimizer.state_dict(),
+}
+
+
+def build(scene: Scene) -> None:
+    with scene.paged.build():
+        torch.nn.Linear(2, 2)
+
+
+def save(scene: Scene, path: Path) -> None:
+    scene.paged.save_pretrained(path)
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("call", [*SENSE, "build", "save_pretrained"])
+def test_a_call_works_or_says_why_not(call: str, state: str, tmp_path: Path) -> None:
+    scene = Scene(state)
+    outcome = None
+    for _ in range(2):  # twice, too
+        try:
+            if call == "build":
+                build(scene)
+            elif call == "save_pretrained":
+                save(scene, tmp_path)
+            else:
+                SENSE[call](scene)
+        except pagoda.UserError as error:
+            outcome = str(error)
+            assert len(outcome) < 400
+    if state in ("attached", "backward") and call not in (
+            "release", "release the model", "close", "leave"):
+        if scene.paged.has_gradients():
+            scene.paged.step()
+        trains(scene.paged, scene.model)
+    elif state == "released" and call not in ("attach", "attach another", "close", "leave"):
+        scene.paged.attach(scene.model)
+        trains(scene.paged, scene.model)
+    if state in ("closed", "dropped") and call not in (
+            "device", "close", "leave", "optimizer", "optimizer.step"):
+        assert outcome is not None, "a closed engine did something"
+
+
+WRONG_CALLS: dict[str, tuple[Callable[[Scene], Any], str]] = {
+    "attach None": (lambda s: s.paged.attach(None), "torch.nn.Module, and not None"),
+    "attach parameters": (lambda s: s.paged.attach(s.other.parameters()), "not a generator"),
+    "attach a class": (lambda s: s.paged.attach(torch.nn.Linear), "not a type"),
+    "attach a tensor": (lambda s: s.paged.attach(torch.ones(2)), "not a Tensor"),
+    "attach with a number as optimizer": (lambda s: s.paged.attach(s.other, optimizer=7), "'7'"),
+    "attach with torch's optimizer": (
+        lambda s: s.paged.attach(s.other, optimizer=torch.optim.AdamW), "no optimizer"),
+    "attach with groups that are none": (lambda s: s.paged.attach(s.other, groups=7), "dicts"),
+    "attach with parameters as groups": (
+        lambda s: s.paged.attach(s.other, groups=list(s.other.parameters())), "dict with 'params'"),
+    "attach with no groups": (lambda s: s.paged.attach(s.other, groups=[]), "nothing to train"),
+    "attach with empty params": (
+        lambda s: s.paged.attach(s.other, groups=[{"params": []}]), "nothing to train"),
+    "attach with no params": (lambda s: s.paged.attach(s.other, groups=[{}]), "nothing to train"),
+    "attach with numbers as params": (
+        lambda s: s.paged.attach(s.other, groups=[{"params": [1, 2]}]), "a tensor, and not a int"),
+    "attach with a number as params": (
+        lambda s: s.paged.attach(s.other, groups=[{"params": 7}]), "tensors, and not a int"),
+    "attach with an unknown constant": (
+        lambda s: s.paged.attach(s.other, groups=[{"params": s.other[0].weight, "lrr": 1}]), "lrr"),
+    "attach a parameter twice": (
+        lambda s: s.paged.attach(s.other, groups=[{"params": [s.other[0].weight] * 2}]), "twice"),
+    "attach a parameter in two groups": (
+        lambda s: s.paged.attach(s.other, groups=[{"params": [s.other[0].weight]}] * 2),
+        "two groups"),
+    "attach another's parameter": (
+        lambda s: s.paged.attach(s.other, groups=[{"params": net()[0].weight}]), "no parameter of"),
+    "attach with a negative clip": (lambda s: s.paged.attach(s.other, clip=-1.0), "clip"),
+    "attach with clip nan": (lambda s: s.paged.attach(s.other, clip=math.nan), "clip"),
+    "attach with clip infinite": (lambda s: s.paged.attach(s.other, clip=math.inf), "clip"),
+    "attach with a word as clip": (lambda s: s.paged.attach(s.other, clip="1"), "clip"),
+    "attach nothing": (lambda s: s.paged.attach(torch.nn.ReLU()), "nothing to train"),
+    "release None of nothing": (lambda s: s.paged.release("model"), "torch.nn.Module"),
+    "release another": (lambda s: s.paged.release(s.other), "no parameter of this model"),
+    "release nothing": (lambda s: s.paged.release(torch.nn.ReLU()), "no parameter of this model"),
+    "save to None": (lambda s: s.paged.save_pretrained(None, s.model), "path"),
+    "save to a number": (lambda s: s.paged.save_pretrained(7, s.model), "path"),
+    "save a word": (lambda s: s.paged.save_pretrained("x", "model"), "torch.nn.Module"),
+    "save in shards of nothing": (
+        lambda s: s.paged.save_pretrained("x", s.model, max_shard_bytes=0), "max_shard_bytes"),
+    "save in shards of words": (
+        lambda s: s.paged.save_pretrained("x", s.model, max_shard_bytes="5GB"), "max_shard_bytes"),
+    "pin None": (lambda s: s.paged.pin(None), "tensor, and not None"),
+    "pin a number": (lambda s: s.paged.pin(7), "tensor, and not a int"),
+    "pin numbers": (lambda s: s.paged.pin([7]), "tensor, and not a int"),
+    "pin a word": (lambda s: s.paged.pin("weight"), "tensor, and not a str"),
+    "pin another's": (lambda s: s.paged.pin(s.other), "no parameter of this engine"),
+    "pin a tensor of one's own": (lambda s: s.paged.pin(torch.ones(2)), "no parameter of this"),
+    "pin a sparse one": (lambda s: s.paged.pin(torch.ones(2).to_sparse()), "no parameter of this"),
+    "pin one on meta": (lambda s: s.paged.pin(torch.ones(2, device="meta")), "no parameter of"),
+    "activations somewhere": (lambda s: s.paged.activations("device"), "'host' or 'nvme'"),
+    "activations on nvme": (lambda s: s.paged.activations("nvme"), "nvme"),
+    "activations nowhere": (lambda s: s.paged.activations(None), "'host' or 'nvme'"),
+    "activations from much": (lambda s: s.paged.activations(least="much"), "much"),
+    "activations from None": (lambda s: s.paged.activations(least=None), "None"),
+    "activations below zero": (lambda s: s.paged.activations(in_flight=-1), "-1"),
+    "pickle": (lambda s: pickle.dumps(s.paged), "copied or pickled"),
+    "copy": (lambda s: copy.copy(s.paged), "copied or pickled"),
+    "deepcopy": (lambda s: copy.deepcopy(s.paged), "copied or pickled"),
+}
+
+WRONG_OF_ATTACHED: dict[str, tuple[Callable[[Scene], Any], str]] = {
+    "backward of None": (lambda s: s.paged.backward(None), "tensor, and not None"),
+    "backward of a number": (lambda s: s.paged.backward(1.0), "tensor, and not a float"),
+    "backward of many": (lambda s: s.paged.backward(s.model(torch.ones(2, WIDTH))), r"\[2, 16\]"),
+    "backward of nothing": (
+        lambda s: s.paged.backward(s.model(torch.ones(0, WIDTH))), r"\[0, 16\]"),
+    "backward of a constant": (lambda s: s.paged.backward(torch.ones(())), "no gradient can come"),
+    "backward of what is detached": (
+        lambda s: s.paged.backward(loss_of(s.model).detach()), "no gradient can come"),
+    "backward with a word as last": (
+        lambda s: s.paged.backward(loss_of(s.model), "yes"), "True, False or None"),
+    "grad of None": (lambda s: s.paged.grad(None), "tensor, and not None"),
+    "grad of a word": (lambda s: s.paged.grad("0.weight"), "tensor, and not a str"),
+    "grad of another's": (lambda s: s.paged.grad(s.other[0].weight), "no parameter of this engine"),
+    "grad of a sparse one": (
+        lambda s: s.paged.grad(torch.ones(2).to_sparse()), "no parameter of this engine"),
+    "release a part": (lambda s: s.paged.release(s.model[0]), "whole model"),
+    "step with a number": (lambda s: s.optimizer.step(7), "function"),
+    "optimizer.state": (lambda s: s.optimizer.state[s.model[0].weight], "cannot be read or changed"),
+    "optimizer.state changed": (lambda s: s.optimizer.state.clear(), "cannot be read or changed"),
+    "state_dict": (lambda s: s.optimizer.state_dict(), r"after 2 steps.*save_pretrained"),
+    "torch.save": (lambda s: torch.save(s.optimizer.state_dict(), "x"), "save_pretrained"),
+    "load_state_dict": (lambda s: s.optimizer.load_state_dict({}), "after 2 steps"),
+    "pickle": (lambda s: pickle.dumps(s.optimizer), "copied or pickled"),
+    "copy": (lambda s: copy.copy(s.optimizer), "copied or pickled"),
+    "deepcopy": (lambda s: copy.deepcopy(s.optimizer), "copied or pickled"),
+    "add_param_group": (lambda s: s.optimizer.add_param_group({}), "attach"),
+}
+
+
+@pytest.mark.parametrize("call", WRONG_CALLS)
+@pytest.mark.parametrize("state", ["fresh", "released"])
+def test_a_wrong_call_has_no_effect(call: str, state: str) -> None:
+    scene = Scene(state)
+    wrong, match = WRONG_CALLS[call]
+    raises(lambda: wrong(scene), match)
+    scene.paged.attach(scene.model)  # nothing of it is left
+    assert scene.paged.config["clip"] == 0
+    trains(scene.paged, scene.model)
+    for parameter in scene.other.parameters():
+        parameter.detach().numpy()  # plain, as it was
+
+
+@pytest.mark.parametrize("call", WRONG_OF_ATTACHED)
+def test_a_wrong_call_leaves_a_training_as_it_was(call: str) -> None:
+    scene, undisturbed = Scene("attached"), Scene("attached")
+    wrong, match = WRONG_OF_ATTACHED[call]
+    raises(lambda: wrong(scene), match)
+    for each in (scene, undisturbed):
+        trains(each.paged, each.model)
+        each.paged.release(each.model)
+    for mine, theirs in zip(scene.model.parameters(), undisturbed.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+# Engines and their scopes.
+
+
+@pytest.mark.parametrize("keywords", [
+    {"clip": math.nan}, {"clip": -1.0}, {"clip": "one"}, {"loss_scale": "0"}, {"loss_scale": "-1"},
+    {"loss_scale": "nan"}, {"loss_scale": math.inf}, {"device": 7}, {"device": "tpu"},
+    {"device_budget": object()}, {"device_budget": -1}, {"device_budget": [1]},
+    {"zero": "three"}, {"zero": 4}, {"zero": 1.5}, {"accumulation": 0}, {"accumulation": True},
+    {"nvme": 7}, {"nvme": [7]}, {"parameters": "tape"}, {"prefetch": "maybe"}, {"group": 7},
+    {"gradient_group": 7}, {"timeout": math.nan}, {"seed": "x"}, {"": 1}, {"nvme": {"a": 1}},
+])
+def test_an_engine_of_nonsense(keywords: dict[str, Any]) -> None:
+    raises(lambda: engine(**keywords), ".")
+
+
+def test_scopes_of_building_may_be_mixed_up() -> None:
+    paged, other = engine(), engine()
+    with paged.build():
+        first = net()
+        paged.attach(first)  # before it is over
+        trains(paged, first)
+        with other.build():
+            second = net()
+        third = net()
+    other.attach(second)
+    trains(other, second)
+    trains(paged, first)
+    paged.release(first)
+    paged.attach(third)
+    trains(paged, third)
+    with pytest.raises(KeyError), paged.build():
+        raise KeyError("mine")
+    with paged.build():
+        fourth = net()
+        paged.close()
+    raises(lambda: engine().attach(fourth), "went with its engine")
+    with pytest.raises(pagoda.UserError, match="closed"), paged.build():
+        pass
+    trains(other, second)
+
+
+def test_a_pin_outlives_its_engine_and_is_used_twice() -> None:
+    paged, model = engine(), net()
+    paged.attach(model)
+    pin = paged.pin(model)
+    with pin, pin:
+        array = model[0].weight.detach().numpy()
+    pin.release()
+    pin = paged.pin([model[0].weight, model[0].weight])
+    paged.close()
+    array = model[0].weight.detach().numpy().copy()
+    assert array.shape == (WIDTH, WIDTH)
+    pin.release()
+    with pytest.raises(RuntimeError, match="went with its engine"):
+        model[0].weight.sum()
+
+
+def test_clip_of_one_attach_is_not_the_next_ones() -> None:
+    paged, model = engine(), net()
+    paged.attach(model, clip=0.5)
+    assert paged.config["clip"] == 0.5
+    trains(paged, model)
+    paged.release(model)
+    raises(lambda: paged.attach(model, clip=0.25, lr=-1.0), "lr")
+    paged.attach(model)
+    assert paged.config["clip"] == 0
+    paged.backward(loss_of(model))
+    assert paged.step().norm is None
+    paged.release(model)
+    other = engine(clip=2.0)
+    other.attach(model, clip=1.0)
+    other.release(model)
+    other.attach(model)
+    assert other.config["clip"] == 2
+
+
+def test_release_gives_back_what_the_model_has_replaced() -> None:
+    paged, model = engine(), net()
+    paged.attach(model)
+    trains(paged, model)
+    old = model[1]
+    model[1] = torch.nn.Linear(WIDTH, WIDTH)
+    paged.release(model)
+    old.weight.detach().numpy()
+    paged.attach(model)
+    trains(paged, model)
+
+
+def test_the_optimizer_of_a_released_model_is_retired() -> None:
+    paged, model = engine(), net()
+    old = paged.attach(model)
+    schedule = torch.optim.lr_scheduler.StepLR(old, 1)
+    trains(paged, model)
+    paged.release(model)
+    new = paged.attach(model, lr=0.5)
+    for call in (old.step, old.zero_grad, old.state_dict, old.send):
+        raises(call, r"released: attach\(\) returns a new one")
+    schedule.step()
+    trains(paged, model)
+    assert new.param_groups[0]["lr"] == 0.5
+
+
+def test_before_the_first_step_the_optimizer_has_no_state_to_lose() -> None:
+    paged, model = engine(), net()
+    optimizer = paged.attach(model, lr=0.5)
+    state = optimizer.state_dict()
+    assert state["state"] == {}
+    state["param_groups"][0]["lr"] = 0.25
+    optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    plain = torch.optim.AdamW(net().parameters())
+    raises(lambda: optimizer.load_state_dict(plain.state_dict()), "of the optimizers")
+    raises(lambda: optimizer.load_state_dict({**state, "state": {0: {"step": 1}}}), "with moments")
+    raises(lambda: optimizer.load_state_dict(7), "state_dict")  # type: ignore[arg-type]
+    raises(lambda: optimizer.load_state_dict({"param_groups": [{}]}), "of the optimizers")
+    state["param_groups"][0]["lr"] = math.nan
+    raises(lambda: optimizer.load_state_dict(state), "lr = nan")
+    state["param_groups"][0]["params"].pop()
+    raises(lambda: optimizer.load_state_dict(state), "load_state_dict")
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    trains(paged, model)
+
+
+def test_torchs_own_checkpoints_make_no_step() -> None:
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    paged, model = engine(), net()
+    optimizer = paged.attach(model)
+    trains(paged, model)
+    with pytest.raises(pagoda.UserError, match="save_pretrained"):
+        get_optimizer_state_dict(model, optimizer)
+    assert paged.stats()["steps"] == 2

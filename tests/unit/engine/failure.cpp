@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "pagoda/engine/failure.h"
+
+#include <atomic>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "pagoda/base/log.h"
+#include "pagoda/comm/comm_error.h"
+#include "pagoda/comm/thread_world.h"
+
+namespace pagoda::engine {
+namespace {
+
+using ::testing::HasSubstr;
+
+std::exception_ptr error(const std::string& text) {
+  return std::make_exception_ptr(EngineError(text));
+}
+
+std::string thrown_by_check(const Failure& failure) {
+  try {
+    failure.check();
+    return "";
+  } catch (const std::exception& thrown) {
+    return thrown.what();
+  }
+}
+
+class FailureTest : public testing::Test {
+ protected:
+  std::vector<std::shared_ptr<comm::World>> worlds_ = comm::make_thread_worlds(3);
+  const log::Capture quiet_{[](auto, const auto&) {}};
+};
+
+TEST_F(FailureTest, TheFirstErrorIsToldOnceToThoseThatListenAndThoseThatComeLater) {
+  Failure failure(*worlds_[0], "engine");
+  std::vector<std::string> told;
+  failure.listen([&](const auto&, const std::string& why) { told.push_back("early " + why); });
+  EXPECT_NO_THROW(failure.check());
+  failure.fail(error("first"));
+  failure.fail(error("second"));
+  EXPECT_THAT(thrown_by_check(failure), HasSubstr("first"));
+  failure.listen([&](const auto&, const std::string& why) { told.push_back("late " + why); });
+  EXPECT_THAT(told, testing::ElementsAre("early first", "late first"));
+}
+
+TEST_F(FailureTest, NobodyIsToldAfterItHasClosed) {
+  Failure failure(*worlds_[0], "engine");
+  int told = 0;
+  failure.listen([&](const auto&, const auto&) { ++told; });
+  { const Failure::Closing closing(failure); }
+  failure.fail(error("late"));
+  EXPECT_EQ(told, 0);
+  EXPECT_FALSE(failure.failed());
+}
+
+TEST_F(FailureTest, OtherRanksKnowWhyAndWhereOneEnded) {
+  std::vector<std::unique_ptr<Failure>> ranks;
+  for (const auto& world : worlds_) ranks.push_back(std::make_unique<Failure>(*world, "engine"));
+  EXPECT_EQ(ranks[0]->fate_of(1), std::nullopt);
+  EXPECT_EQ(ranks[0]->story_of(1, "what is known"), "what is known");
+  ranks[2]->post_end("in close() after step() 4");
+  EXPECT_EQ(ranks[0]->fate_of(2), "rank 2 has ended its engine in close() after step() 4");
+  ranks[1]->fail(error("its disk is full"));
+  EXPECT_TRUE(ranks[1]->is_own());
+  EXPECT_EQ(ranks[0]->fate_of(1), "rank 1 failed: its disk is full");
+  // A connection that broke is not the reason: the rank at its other end has said why.
+  ranks[0]->fail(std::make_exception_ptr(comm::PeerLost(1, "rank 1 closed its connection")));
+  EXPECT_THAT(thrown_by_check(*ranks[0]), HasSubstr("rank 1 failed: its disk is full"));
+  EXPECT_FALSE(ranks[0]->is_own());
+  EXPECT_EQ(ranks[2]->fate_of(0), "rank 1 failed: its disk is full");  // not: rank 0 failed: …
+  ranks[1]->await_heard(std::chrono::seconds(60));                     // both have: at once
+}
+
+/// What an engine is to its failure: an owner whose parts are told, made while threads fail.
+struct Owner {
+  explicit Owner(comm::World& world, bool throws) : failure(world, "engine") {
+    thread = std::jthread([this] { failure.fail(error("of a thread that was first")); });
+    for (int i = 0; i < 20; ++i) {
+      parts.push_back(std::make_unique<std::atomic<int>>(0));
+      failure.listen([part = parts.back().get()](const auto&, const auto&) { ++*part; });
+    }
+    if (throws) throw EngineError("it cannot be made");
+  }
+
+  Failure failure;
+  std::jthread thread;
+  std::vector<std::unique_ptr<std::atomic<int>>> parts;
+  const Failure::Closing closing{failure};
+};
+
+TEST_F(FailureTest, MayComeWhileItsOwnerIsMadeAndWhileThatThrows) {
+  const auto alone = comm::make_thread_worlds(1);
+  for (int turn = 0; turn < 300; ++turn) {
+    EXPECT_THROW(Owner(*alone[0], true), EngineError);
+    Owner owner(*alone[0], false);
+    owner.thread.join();
+    for (const auto& part : owner.parts) EXPECT_EQ(*part, 1);
+  }
+}
+
+}  // namespace
+}  // namespace pagoda::engine
