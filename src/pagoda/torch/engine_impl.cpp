@@ -34,7 +34,11 @@ kernels::Dtype dtype_of(const at::Tensor& tensor, const std::string& name) {
 
 Engine::Impl::Impl(const Config& config, std::shared_ptr<comm::World> world)
     : runtime_(std::make_unique<engine::Runtime>(config, std::move(world))) {
-  if (runtime_->device().kind() == device::DeviceKind::Cuda) torch::load_cuda();
+  if (runtime_->device().kind() == device::DeviceKind::Cuda) {
+    torch::load_cuda();
+  } else {
+    large_blocks_.emplace();  // gradients and activations are the host's
+  }
   if (const auto limit = runtime_->config().device_limit) limit_device(*limit);
   torch::observer::install();
 }

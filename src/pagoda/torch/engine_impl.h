@@ -13,6 +13,7 @@
 
 #include "pagoda/engine/runtime.h"
 #include "pagoda/torch/engine.h"
+#include "pagoda/torch/large_blocks.h"
 #include "pagoda/torch/observer.h"
 #include "pagoda/torch/page_storage.h"
 
@@ -95,6 +96,7 @@ class Engine::Impl final : public torch::ObserverClient {
   torch::PageStorage* find(const at::Tensor& tensor) const;
   void bump(pager::Page& page);
 
+  std::optional<torch::LargeBlocks> large_blocks_;  // where the device is the host
   std::unique_ptr<engine::Runtime> runtime_;
   std::unique_ptr<ThreadPool> activation_pool_;
   std::shared_ptr<void> limit_;  // of torch's own memory on the device, where one is set
