@@ -7,6 +7,7 @@ import json
 import os
 import re
 import struct
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -21,6 +22,7 @@ _DTYPES = {
     torch.uint8: "U8", torch.bool: "BOOL", torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
+_PART = 8 << 20  # bytes of a tensor that are copied at a time
 _SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 # Gives the tensors that one entry of a state dict becomes in the file.
@@ -67,6 +69,8 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
 def _original_names(model: torch.nn.Module, state: dict[str, torch.Tensor]) -> Convert:
     """transformers keeps some weights otherwise than their checkpoints do (the experts of a layer in
     one tensor): gives back what the checkpoint has, where it can be done one parameter at a time."""
+    if "transformers" not in sys.modules:  # then it is no model of it, and 20 MiB stay free
+        return _as_they_are
     try:
         from transformers import PreTrainedModel
         from transformers.core_model_loading import revert_weight_conversion
@@ -113,10 +117,19 @@ def _shards(state: dict[str, torch.Tensor], convert: Convert,
 
 
 def _write_tensor(file: BinaryIO, tensor: torch.Tensor) -> None:
-    # A copy by an operator: it brings the page in, and lets it go again.
-    plain = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor)
-    if plain.numel() != 0:
-        file.write(plain.reshape(-1).view(torch.uint8).numpy().data)
+    # Copies by operators: each brings the page in, if it is not there, and lets it go again. A part
+    # at a time: what is written needs no memory of the tensor's size.
+    if tensor.numel() == 0:
+        return
+    if not tensor.is_contiguous():
+        tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor)
+    flat = tensor.view(-1)
+    elements = max(1, _PART // tensor.element_size())
+    part = torch.empty(min(elements, flat.numel()), dtype=tensor.dtype, device="cpu")
+    for begin in range(0, flat.numel(), elements):
+        count = min(elements, flat.numel() - begin)
+        part[:count].copy_(flat[begin:begin + count])
+        file.write(part[:count].view(torch.uint8).numpy().data)
 
 
 def _write_shard(path: Path, shard: list[Entry], state: dict[str, torch.Tensor],

@@ -70,6 +70,8 @@ class Group {
   bool aborted() const noexcept { return aborted_.load(std::memory_order_acquire); }
 
   GroupStats stats() const noexcept;
+  /// Device memory that the group itself keeps for what passes through it.
+  virtual std::uint64_t buffer_bytes() const noexcept { return 0; }
 
  protected:
   /// Throws GroupAborted if abort() has been called.

@@ -9,6 +9,7 @@
 #include "pagoda/base/trace.h"
 #include "pagoda/engine/backend.h"
 #include "pagoda/engine/fit.h"
+#include "pagoda/engine/gradient_gather.h"
 #include "pagoda/engine/runtime.h"
 #include "pagoda/io/checksum.h"
 
@@ -60,6 +61,8 @@ void Runtime::attach(const std::vector<Page*>& pages, std::vector<TrainedSpec> s
     const Fit fit = plan_fit(pages, reducer_->host_bytes(order));
     fit.check();
     reducer_->set_order(std::move(order));  // takes its buffers before states fill the host
+    norms_ = tiers_->budget(Tier::Host).reserve(gradient_norm_bytes(trained_, ranks()),
+                                                pager::tag::kNorms);
     {
       const auto lock = pager_->lock();
       for (Page* page : pages_) page->attached = true;
@@ -138,6 +141,7 @@ void Runtime::forget_trained() {
   reducer_->set_order({});
   for (const auto& page : trained_) updater_->remove(*page);
   trained_.clear();
+  norms_ = {};
   const auto lock = pager_->lock();
   for (Page* page : pages_) page->attached = false;
   pages_.clear();
@@ -152,7 +156,7 @@ void Runtime::detach() {
 /// Law 2: a plan that cannot fit fails before step 1 and says what would make it fit.
 Fit Runtime::plan_fit(const std::vector<Page*>& pages, Bytes buffers) {
   Fit fit(*tiers_);
-  fit.need_buffers(buffers);
+  fit.need_buffers(buffers + gradient_norm_bytes(trained_, ranks()));
   fit.parameters.placement = pager_placement(config_.parameters);
   fit.gradients.placement = pager_placement(config_.gradients);
   fit.optimizer.placement = pager_placement(config_.optimizer);
@@ -196,7 +200,7 @@ void Runtime::check_equal_on_all_ranks(const std::vector<Page*>& pages) {
     std::uint64_t contents;
   };
   std::vector<Sum> mine;
-  std::vector<std::byte> buffer(config_.staging);
+  const std::span<std::byte> buffer = gradients_->scratch();  // none is on its way yet
   for (Page* page : pages) {
     pager_->write_back(*page);
     std::uint64_t contents = 0;

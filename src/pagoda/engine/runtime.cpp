@@ -5,6 +5,8 @@
 #include <thread>
 #include <utility>
 
+#include <malloc.h>
+
 #include "pagoda/base/error.h"
 #include "pagoda/base/log.h"
 #include "pagoda/base/trace.h"
@@ -13,7 +15,6 @@
 #include "pagoda/engine/gradient_gather.h"
 #include "pagoda/engine/host_need.h"
 #include "pagoda/io/checksum.h"
-#include "pagoda/kernels/gradient_norm.h"
 
 namespace pagoda::engine {
 namespace {
@@ -152,7 +153,8 @@ Runtime::Runtime(const Config& config, std::shared_ptr<comm::World> world)
       std::make_unique<EarlyUpdates>(*pager_, *updater_, early_mode(), [this](TrainedPage& page) {
         TrainedPage* const one = &page;
         if (config_.zero == 0 && !alone()) {
-          gather_gradients({&one, 1}, *tiers_, pager_->sharding(), config_.bucket, *reduce_group_);
+          gather_gradients({&one, 1}, *tiers_, pager_->sharding(), config_.bucket,
+                           gradients_->scratch(), *reduce_group_);
         }
       });
   reducer_ = std::make_unique<Reducer>(
@@ -410,10 +412,7 @@ double Runtime::grad_norm() {
     await_gradients();
     for (const auto& page : trained_) {
       if (!page->filled() || !page->squares.empty() || page->reduced.empty()) continue;
-      std::vector<float> values(page->reduced.size());
-      gradients_->read(*page, page->reduced.begin, values);
-      page->squares.resize(kernels::norm_blocks(values.size()));
-      kernels::block_sums_of_squares(values.data(), values.size(), 1, page->squares, *pool_);
+      gradients_->measure(*page);
     }
     return gradient_norm(trained_, pager_->sharding(), control_.get()) / scale_.scale();
   } catch (...) {
@@ -474,6 +473,8 @@ Stats Runtime::stats() const {
     out.tiers[static_cast<std::size_t>(tier)] = {budget.limit(), budget.used(), budget.peak(),
                                                  budget.holders()};
   }
+  if (reduce_group_ != nullptr) out.unbudgeted.group_buffers = reduce_group_->buffer_bytes();
+  out.unbudgeted.free_heap = ::mallinfo2().fordblks;
   return out;
 }
 

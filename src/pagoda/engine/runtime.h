@@ -160,6 +160,7 @@ class Runtime {
 
   std::vector<pager::Page*> pages_;                           // of attached models
   std::vector<std::unique_ptr<optim::TrainedPage>> trained_;  // by number
+  Reservation norms_;  // of the sums of squares that trained_ have
   std::vector<Optimizer> groups_;
   optim::LossScale scale_;
   StepTrace trace_;

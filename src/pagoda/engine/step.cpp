@@ -90,7 +90,8 @@ StepResult Runtime::step_together(bool leaving, bool& all_leaving,
     std::copy_if(pages.begin(), pages.end(), std::back_inserter(starting),
                  [](const TrainedPage* page) { return !page->begun; });
     if (config_.zero == 0 && !alone())
-      gather_gradients(starting, *tiers_, pager_->sharding(), config_.bucket, *control_);
+      gather_gradients(starting, *tiers_, pager_->sharding(), config_.bucket, gradients_->scratch(),
+                       *control_);
     std::vector<TrainedPage*> given_up;
     if (clipped) given_up = give_up_early(pages);
     starting.insert(starting.end(), given_up.begin(), given_up.end());

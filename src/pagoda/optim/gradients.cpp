@@ -156,6 +156,25 @@ void Gradients::clear(TrainedPage& page) noexcept {
   page.squares.clear();
 }
 
+void Gradients::measure(TrainedPage& page) {
+  const Bytes size = kernels::element_size(page.gradient_dtype);
+  const Bytes home_begin = (page.reduced.begin - page.gradient_range.begin) * size;
+  const std::uint64_t count = page.reduced.size();
+  page.squares.resize(kernels::norm_blocks(count));
+  const bool in_place = tiers_.in_place(page.gradient);
+  const std::uint64_t most = in_place ? count : options_.staging / size / kBlock * kBlock;
+  for (std::uint64_t done = 0; done < count;) {
+    const std::uint64_t piece = std::min(most, count - done);
+    const std::span buffer(staging_.data(), piece * size);
+    if (!in_place) tiers_.read(page.gradient, home_begin + done * size, buffer);
+    const std::byte* sum = in_place ? page.gradient.data() + home_begin : buffer.data();
+    kernels::block_sums_of_squares(
+        {page.gradient_dtype, sum}, piece, 1,
+        std::span(page.squares).subspan(done / kBlock, kernels::norm_blocks(piece)), pool_);
+    done += piece;
+  }
+}
+
 void Gradients::read(const TrainedPage& page, std::uint64_t begin, std::span<float> to) {
   const Bytes size = kernels::element_size(page.gradient_dtype);
   const std::uint64_t most = options_.staging / size;

@@ -45,6 +45,10 @@ class Gradients {
 
   /// Reads elements of page.gradient_range as fp32; zeros where there is no gradient.
   void read(const TrainedPage& page, std::uint64_t begin, std::span<float> to);
+  /// Takes the sums of squares of what has been added up, where they are not kept.
+  void measure(TrainedPage& page);
+  /// Options::staging bytes, for whoever calls between two of the above.
+  std::span<std::byte> scratch() noexcept { return {staging_.data(), options_.staging}; }
 
  private:
   void add_piece(TrainedPage& page, std::uint64_t begin, std::uint64_t count,

@@ -24,6 +24,7 @@ inline constexpr std::string_view kParameters = "parameters";  // homes of param
 inline constexpr std::string_view kGradients = "gradients";    // homes of gradients
 inline constexpr std::string_view kOptimizer = "optimizer";    // homes of optimizer state
 inline constexpr std::string_view kUndo = "undo";              // to take updates back
+inline constexpr std::string_view kNorms = "norms";            // sums of squares of gradients
 inline constexpr std::string_view kStaging = "staging";        // buffers on the way
 inline constexpr std::string_view kGradientStaging = "gradient staging";
 inline constexpr std::string_view kChecksums = "checksums";

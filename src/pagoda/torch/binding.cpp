@@ -192,6 +192,9 @@ Counts counts_of(const engine::Stats& stats) {
       put(fmt::format("{}.holders.{}.peak", name, holder.tag), holder.peak);
     }
   }
+  put("unbudgeted.group_buffers", stats.unbudgeted.group_buffers);
+  put("unbudgeted.free_blocks", stats.unbudgeted.free_blocks);
+  put("unbudgeted.free_heap", stats.unbudgeted.free_heap);
   return out;
 }
 

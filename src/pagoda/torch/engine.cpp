@@ -12,6 +12,7 @@
 #include "pagoda/torch/birth_scope.h"
 #include "pagoda/torch/build_surroundings.h"
 #include "pagoda/torch/engine_impl.h"
+#include "pagoda/torch/large_blocks.h"
 
 namespace pagoda {
 
@@ -141,7 +142,9 @@ void Engine::release(const std::vector<at::Tensor>& parameters) {
 }
 
 engine::Stats Engine::stats() const {
-  return impl_->runtime().stats();
+  engine::Stats out = impl_->runtime().stats();
+  out.unbudgeted.free_blocks = torch::LargeBlocks::kept();
+  return out;
 }
 
 int Engine::rank() const {

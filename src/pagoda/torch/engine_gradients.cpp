@@ -152,11 +152,12 @@ at::Tensor Engine::Impl::grad(const at::Tensor& tensor) {
   torch::PageStorage* storage = find(tensor);
   PAGODA_REQUIRE(storage != nullptr, "the tensor is no parameter of this engine");
   end_of_backward();
-  std::vector<float> flat(storage->page()->elements);
-  runtime_->read_gradient(*storage->page(), flat);
-  const at::Tensor all = at::empty({static_cast<std::int64_t>(flat.size())}, at::kFloat);
-  std::copy(flat.begin(), flat.end(), all.mutable_data_ptr<float>());
-  return all.as_strided(tensor.sizes(), tensor.strides(), tensor.storage_offset()).clone();
+  const std::uint64_t elements = storage->page()->elements;
+  const at::Tensor all = at::empty({static_cast<std::int64_t>(elements)}, at::kFloat);
+  runtime_->read_gradient(*storage->page(), {all.mutable_data_ptr<float>(), elements});
+  const at::Tensor out =
+      all.as_strided(tensor.sizes(), tensor.strides(), tensor.storage_offset());
+  return covers_storage(tensor, elements) ? out : out.clone();  // nobody else's elements
 }
 
 }  // namespace pagoda
