@@ -127,7 +127,7 @@ TEST(Lifetimes, AStorageExchangedAfterAttachIsPagedAnew) {
   EXPECT_EQ(exchanged_storage_after_attach(1), "");
   EXPECT_EQ(exchanged_storage_after_attach(2), "");
   EXPECT_THAT(exchanged_storage_of_another_type(),
-              AllOf(HasSubstr("'first.weight'"), HasSubstr("another size, type or device")));
+              AllOf(HasSubstr("parameter '"), HasSubstr("another size, type or device")));
 }
 
 }  // namespace
