@@ -129,6 +129,7 @@ TEST_P(WatchTest, NotesTravelWithBeats) {
   }
   EXPECT_EQ(seen.get_future().get().size(), static_cast<std::size_t>(ranks() - 1));
   for (int r = 0; r < ranks(); ++r) watched(r).watch->leave();
+  for (int r = 0; r < ranks(); ++r) watched(r).watch.reset();  // they use what is in here
 }
 
 TEST_P(WatchTest, ARankThatNeverCameMayHaveSaidWhy) {

@@ -123,8 +123,10 @@ class UpdaterAlone : public testing::Test {
   }
   /// As step() does then.
   void release(const std::vector<TrainedPage*>& pages) {
-    for (TrainedPage* page : pages) pager_->end_supersede(*page->page);
-    owe(pages);
+    for (TrainedPage* page : pages) {
+      pager_->end_supersede(*page->page);
+      pager_->owe({&page->page, 1});
+    }
     updater_->release(pages);
   }
   /// As step() does when it clips: others are made.
