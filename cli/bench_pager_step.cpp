@@ -72,9 +72,8 @@ class MadeUpModel {
  private:
   void run(pager::Page& page, std::uint8_t mode, Nanos duration) {
     const pager::Access access{&page, false};
-    runtime_.pager().touch({&access, 1}, mode, nullptr);
+    const pager::Pin pin = runtime_.pager().touch({&access, 1}, mode, nullptr);
     operate(duration);
-    runtime_.pager().unpin({&access, 1}, nullptr);
   }
 
   engine::Runtime runtime_;
@@ -298,8 +297,8 @@ void bench_bookkeeping(BenchReport& report, std::size_t pages) {
   const std::size_t few = std::max<std::size_t>(1, pages / 5);
   const double bytes =
       (bytes_for(pages) - bytes_for(few)) / static_cast<double>(pages - few) - kContents;
-  report.add({"bookkeeping per page", bytes, "bytes", sizeof(pager::Page),
-              "the record of a page itself, sizeof(Page)"});
+  report.add({"bookkeeping per page", bytes, "bytes",
+              static_cast<double>(pager::Pager::bookkeeping()), "the record of a page itself"});
 
   MadeUpModel model(config, equal(pages, kElements));
   for (int i = 0; i < 3; ++i) model.step(0, 0);

@@ -36,6 +36,10 @@ target_compile_options(pagoda_flags INTERFACE -fmacro-prefix-map=${CMAKE_SOURCE_
 target_compile_definitions(pagoda_flags INTERFACE NDEBUG)
 # Bits are a promise: the compiler may not fuse a multiply and an add (docs/notes/numerics.md).
 target_compile_options(pagoda_flags INTERFACE -ffp-contract=off)
+# The order of locks (docs/notes/threads.md) is checked where speed does not count.
+if(PAGODA_SANITIZE)
+  target_compile_definitions(pagoda_flags INTERFACE PAGODA_CHECK_LOCKS)
+endif()
 # In CMAKE_CXX_FLAGS, not in pagoda_flags: those come first on the command line, so that a target or
 # a file can still switch a check off.
 if(PAGODA_SANITIZE)

@@ -4,8 +4,8 @@
 # environment with the pinned torch, CMake, Ninja. Each part is skipped when nothing changed, so a
 # second run takes seconds. ./test.sh and ./demo.sh call it; it may be called alone:
 #
-#   scripts/bootstrap.sh [PRESET[:TARGET]…]   presets to build: release (default), asan, tsan; all of
-#                                             each, or one target
+#   scripts/bootstrap.sh [PRESET[:TARGET]…]   presets to build: release (default), asan, tsan, asan-torch;
+#                                             all of each, or one target
 #   scripts/bootstrap.sh packages             the Debian packages only
 #   scripts/bootstrap.sh environment          …and the virtual environment, which release needs
 set -euo pipefail
@@ -89,7 +89,7 @@ for preset in "$@"; do
   case $preset in
     packages) ;;
     environment) make_environment ;;
-    release*) make_environment; build "$preset" ;;
+    release*|asan-torch*) make_environment; build "$preset" ;;
     *) build "$preset" ;;
   esac
 done

@@ -2,6 +2,7 @@
 """A language model, larger than what it is given: two lines more than a plain loop.
 
     python examples/python/train.py --model ./llama-8b --device-budget 6GiB --nvme /mnt/nvme0
+    torchrun --nproc-per-node 2 examples/python/train.py
 
 Without --model a small random one is made, so that the example runs anywhere.
 """

@@ -137,7 +137,7 @@ def _groups(parameters: Any) -> list[dict[str, Any]] | None:
     listed = list(parameters)
     if any(isinstance(item, dict) for item in listed):
         return listed
-    return [{"params": [item for item in listed if getattr(item, "requires_grad", True)]}]
+    return [{"params": listed}]
 
 
 def _loader(data: Any, micro: int, engine: Engine, collate: Any, drop_last: bool) -> Any:

@@ -14,6 +14,7 @@ import atexit
 import os
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from types import TracebackType
@@ -59,6 +60,37 @@ class Told:
 
 _open: weakref.WeakSet[Told] = weakref.WeakSet()
 _installed = False
+_exiting = False
+
+
+class Ending:
+    """How one engine ends: what is told of weights that it takes along. Holds no engine."""
+
+    def __init__(self, handle: Handle) -> None:
+        self._handle = handle
+        self._process = os.getpid()
+        self._saved_at: int | None = None
+
+    def _steps(self) -> int | None:
+        try:
+            return self._handle.stats()["steps"]
+        except RuntimeError:
+            return None
+
+    def saved(self) -> None:
+        """The weights of the attached model are in files, up to date until the next step."""
+        self._saved_at = self._steps()
+
+    def end(self) -> None:
+        """Parameters that are still pages become plain tensors if they fit into memory; if not, and
+        they were not saved either, a warning names them. An interpreter that exits needs neither."""
+        if _exiting or os.getpid() != self._process:  # a fork's locks are as they were
+            self._handle.close(False)
+            return
+        steps = self._steps()
+        lost = self._handle.close(True)
+        if lost and (self._saved_at is None or self._saved_at != steps):
+            warnings.warn(lost, RuntimeWarning, stacklevel=4)  # whoever calls close()
 
 
 def watch(handle: Handle) -> Told:
@@ -104,4 +136,6 @@ def _install() -> None:
 
 def _at_exit() -> None:
     """Where somebody has put a hook in place of ours: the interpreter remembers what ended it."""
+    global _exiting
+    _exiting = True
     _tell(getattr(sys, "last_exc", None) or getattr(sys, "last_value", None))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import types
 import weakref
@@ -21,13 +22,16 @@ from torch.nn.parameter import is_lazy
 from pagoda.activations import ActivationHooks
 from pagoda.attachment import Attachment
 from pagoda.birth import birth_scope
-from pagoda.endings import is_failure, text_of, watch
+from pagoda.copies import copy_pages
+from pagoda.endings import Ending, is_failure, text_of, watch
 from pagoda.errors import EngineError, UserError, translated
 from pagoda.export import save
 from pagoda.library import Handle, make_engine
 from pagoda.optimizer import KINDS, Optimizer, constants_of, group_defaults, number
 from pagoda.pin import Pin
+from pagoda.regions import watch_regions
 from pagoda.stats import Stats
+from pagoda.untrained import UntrainedWatch
 
 
 class StepReport(NamedTuple):
@@ -85,6 +89,19 @@ def _tensor(what: object) -> torch.Tensor:
     return what
 
 
+def _directory(path: object) -> Path:
+    if not isinstance(path, (str, PathLike)):
+        raise UserError(f"the directory is a path, and not {_a(path)}")
+    text = os.fspath(path)
+    if not isinstance(text, str):
+        raise UserError(f"the directory is a text, and not {_a(text)}")
+    if not text:
+        raise UserError("the directory's name is empty: name one; '.' is the working directory")
+    if "\0" in text:
+        raise UserError(f"the directory {text!r} has a NUL character in its name")
+    return Path(text)
+
+
 def _a(what: object) -> str:
     """Of a wrong argument, what it is."""
     return "None" if what is None else f"a {type(what).__name__}"
@@ -120,8 +137,8 @@ class Engine:
     in different calls get an error that names both sides.
 
     An engine ends with close(), with its `with` block, or when it is dropped. Parameters that were
-    not released by then throw when they are used. A rank that ends with an exception tells the
-    others, which raise it.
+    not released by then become plain tensors if they fit into memory; if not, a warning names them.
+    A rank that ends with an exception tells the others, which raise it.
 
     >>> import torch, pagoda
     >>> with pagoda.Engine(device="cpu", device_budget="1MiB") as engine:
@@ -142,19 +159,30 @@ class Engine:
             raise UserError("gradient_group needs torch.distributed to be initialized, or group=")
         self._handle: Handle = make_engine(text, *boxed, group is None)
         # Not a destructor: it may not run while Python's lock is held.
-        self._end = weakref.finalize(self, self._handle.close)
+        self._ending = Ending(self._handle)
+        self._end = weakref.finalize(self, self._ending.end)
         self._told = watch(self._handle)  # after finalize: at exit what is told comes first
         self._model: torch.nn.Module | None = None
         self._optimizer: Optimizer | None = None
         self._attachment: Attachment | None = None
+        self._untrained: UntrainedWatch | None = None
         self._on_release: list[Callable[[], Any]] = []
         with translated():
             self._device = torch.device(self._handle.device())
+            self._several = self._handle.world_size() > 1
+        copy_pages()
+        watch_regions()
         self._clip = float(self.config["clip"])  # where attach() says nothing of it
 
     def close(self) -> None:
-        """Ends the engine: its threads, files and memory go."""
-        self._attachment = None
+        """Ends the engine: its threads, files and memory go.
+
+        Parameters that were not released become plain tensors, as release() makes them, if they fit
+        into memory. If not, a RuntimeWarning names them, and they throw when they are used; so do
+        those of an engine that has failed. There is no warning if the model was saved since the last
+        step, or when the interpreter exits.
+        """
+        self._forget_model()
         self._end()
 
     def __enter__(self) -> Engine:
@@ -162,9 +190,17 @@ class Engine:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
-        if error is not None and is_failure(error):
+        if error is not None and is_failure(error) and self._several:
             self._told.fail(error)  # or the others would wait for this rank
         self.close()
+
+    def _forget_model(self) -> None:
+        if self._optimizer is not None:
+            self._optimizer.retire()
+        self._model, self._optimizer, self._attachment = None, None, None
+        self._untrained = None
+        while self._on_release:
+            self._on_release.pop()()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UserError("an engine cannot be copied or pickled: it belongs to this process")
@@ -238,7 +274,9 @@ class Engine:
                eps: float | None = None, weight_decay: float | None = None,
                momentum: float | None = None, dampening: float | None = None,
                nesterov: bool | None = None) -> Optimizer:
-        """Trains all parameters of `model` that require a gradient; the others become pages, too.
+        """Trains all parameters of `model`; those that do not require a gradient take no memory for
+        gradients and optimizer state, and train from the step after they are thawed
+        (`requires_grad_(True)`).
 
         `optimizer` is "adamw" (with torch.optim.AdamW's defaults), "adam", "sgd" or "lion".
         `groups` are those of torch.optim: dicts with "params" and what differs from the keywords,
@@ -255,7 +293,8 @@ class Engine:
         named = dict(model.named_parameters())
         buffers = dict(model.named_buffers())
         if groups is None:
-            groups = [{"params": [p for p in named.values() if p.requires_grad]}]
+            trains = any(p.requires_grad for p in named.values())
+            groups = [{"params": list(named.values()) if trains else []}]
         resolved = self._groups(groups, optimizer, said)
         number_of = {id(parameter): number for number, group in enumerate(resolved)
                      for parameter in group["params"]}
@@ -281,8 +320,9 @@ class Engine:
                 raise error
         self._model = model
         self._optimizer = facade
-        self._attachment = Attachment(self, (p for group in resolved for p in group["params"]),
-                                      largest)
+        given = [p for group in resolved for p in group["params"]]
+        self._attachment = Attachment(self, given, largest)
+        self._untrained = UntrainedWatch(model, given)
         return facade
 
     def _groups(self, groups: Iterable[dict[str, Any]], optimizer: str,
@@ -335,11 +375,7 @@ class Engine:
             tensors += self._attachment.kept  # also what the model has replaced since
         with translated():
             self._handle.release(list({id(tensor): tensor for tensor in tensors}.values()))
-        if self._optimizer is not None:
-            self._optimizer.retire()
-        self._model, self._optimizer, self._attachment = None, None, None
-        while self._on_release:
-            self._on_release.pop()()
+        self._forget_model()
 
     def save_pretrained(self, directory: str | Path, model: torch.nn.Module | None = None, *,
                         max_shard_bytes: int = 5_000_000_000) -> None:
@@ -348,26 +384,29 @@ class Engine:
         of before are replaced when all new ones are there. Rank 0 writes; if it cannot, all ranks
         raise, and may go on.
         """
-        model = self._model if model is None else _module(model)
-        if model is None:
-            raise UserError("no model is attached: name the one to save")
-        if not isinstance(directory, (str, PathLike)):
-            raise UserError(f"the directory is a path, and not {_a(directory)}")
-        if isinstance(max_shard_bytes, bool) or not isinstance(max_shard_bytes, int) or (
-                max_shard_bytes < 1):
-            raise UserError(f"max_shard_bytes = {max_shard_bytes!r} is not allowed: it takes a whole "
-                            "number of bytes, at least 1")
-        with self._together("save_pretrained"):
+        with self._together("save_pretrained", "the directory of save_pretrained()", directory):
+            # What is wrong with the arguments of one rank is an error on all.
+            chosen = self._model if model is None else _module(model)
+            if chosen is None:
+                raise UserError("no model is attached: name the one to save")
+            path = _directory(directory)
+            if isinstance(max_shard_bytes, bool) or not isinstance(max_shard_bytes, int) or (
+                    max_shard_bytes < 1):
+                raise UserError(f"max_shard_bytes = {max_shard_bytes!r} is not allowed: it takes a "
+                                "whole number of bytes, at least 1")
             if self.rank == 0:
-                self._save(directory, model, max_shard_bytes)
+                self._save(path, chosen, max_shard_bytes)
             else:
                 self.finish()
+        if chosen is self._model:
+            self._ending.saved()
 
     @contextmanager
-    def _together(self, call: str) -> Iterator[None]:
-        """Around a collective call: all ranks are in it, and what one of them raises, all do."""
+    def _together(self, call: str, name: str, argument: object) -> Iterator[None]:
+        """Around a collective call: all ranks are in it, with the same `argument`, called `name`, and
+        what one of them raises, all do."""
         with translated():
-            self._handle.begin_call(call)
+            self._handle.begin_call(call, name, repr(str(argument)))
         try:
             yield
         except EngineError:
@@ -383,7 +422,7 @@ class Engine:
               max_shard_bytes: int = 5_000_000_000) -> None:
         """By this rank alone: what others keep is asked of them."""
         self.finish()
-        save(model, Path(directory), max_shard_bytes)
+        save(model, _directory(directory), max_shard_bytes)
 
     # Training.
 
@@ -415,6 +454,8 @@ class Engine:
 
     def _take_step(self) -> StepReport:
         self.optimizer.send()
+        if self._untrained is not None:
+            self._untrained.look()
         with translated():
             step, skipped, norm, loss_scale = self._handle.step()
         return StepReport(step, skipped, None if norm < 0 else norm, loss_scale)
@@ -473,8 +514,9 @@ class Engine:
                 type(self).save_pretrained(self, save_directory, *args, **kwargs)  # type: ignore
                 return
             engine = me()
-            if engine is None:
-                raise UserError("the model's engine is gone, and its parameters with it")
+            if engine is None:  # it has given the weights back, or they throw
+                type(self).save_pretrained(self, save_directory, *args, **kwargs)  # type: ignore
+                return
             engine._save(save_directory, self)
 
         # A method, so that a copy of the model has one of the copy.

@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
+import shutil
 import struct
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -21,6 +24,7 @@ _DTYPES = {
     torch.uint8: "U8", torch.bool: "BOOL", torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
+_PART = 8 << 20  # bytes of a tensor that are copied at a time
 _SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 # Gives the tensors that one entry of a state dict becomes in the file.
@@ -67,6 +71,8 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
 def _original_names(model: torch.nn.Module, state: dict[str, torch.Tensor]) -> Convert:
     """transformers keeps some weights otherwise than their checkpoints do (the experts of a layer in
     one tensor): gives back what the checkpoint has, where it can be done one parameter at a time."""
+    if "transformers" not in sys.modules:  # then it is no model of it, and 20 MiB stay free
+        return _as_they_are
     try:
         from transformers import PreTrainedModel
         from transformers.core_model_loading import revert_weight_conversion
@@ -115,10 +121,19 @@ def _shards(state: dict[str, torch.Tensor], convert: Convert,
 
 
 def _write_tensor(file: BinaryIO, tensor: torch.Tensor) -> None:
-    # A copy by an operator: it brings the page in, and lets it go again.
-    plain = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor)
-    if plain.numel() != 0:
-        file.write(plain.reshape(-1).view(torch.uint8).numpy().data)
+    # Copies by operators: each brings the page in, if it is not there, and lets it go again. A part
+    # at a time: what is written needs no memory of the tensor's size.
+    if tensor.numel() == 0:
+        return
+    if not tensor.is_contiguous():
+        tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor)
+    flat = tensor.view(-1)
+    elements = max(1, _PART // tensor.element_size())
+    part = torch.empty(min(elements, flat.numel()), dtype=tensor.dtype, device="cpu")
+    for begin in range(0, flat.numel(), elements):
+        count = min(elements, flat.numel() - begin)
+        part[:count].copy_(flat[begin:begin + count])
+        file.write(part[:count].view(torch.uint8).numpy().data)
 
 
 def _write_shard(path: Path, shard: list[Entry], state: dict[str, torch.Tensor],
@@ -145,6 +160,13 @@ def _write_shard(path: Path, shard: list[Entry], state: dict[str, torch.Tensor],
         os.fsync(file.fileno())
 
 
+def _require_space(directory: Path, needed: int) -> None:
+    """Before the first byte is written. Files of before are replaced at the end: both need space."""
+    free = shutil.disk_usage(directory).free
+    if needed > free:
+        raise UserError(f"the weights need {needed:,} bytes in '{directory}', where {free:,} are free")
+
+
 def _write_weights(model: torch.nn.Module, directory: Path, largest: int) -> None:
     with torch.no_grad():
         state = _without_aliases(model)
@@ -154,8 +176,20 @@ def _write_weights(model: torch.nn.Module, directory: Path, largest: int) -> Non
         if len(shards) > 1:
             names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
                      for i in range(len(shards))]
-        for name, shard in zip(names, shards, strict=True):
-            _write_shard(directory / f".{name}.part", shard, state, convert)
+        needed = sum(entry.size for shard in shards for entry in shard)
+        try:
+            _require_space(directory, needed)
+            for name, shard in zip(names, shards, strict=True):
+                _write_shard(directory / f".{name}.part", shard, state, convert)
+        except BaseException as error:
+            for name in names:
+                (directory / f".{name}.part").unlink(missing_ok=True)
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise UserError(
+                    f"the weights need {needed:,} bytes in '{directory}', where "
+                    f"{shutil.disk_usage(directory).free:,} are free ({error.strerror}): files that "
+                    "were there before are as they were") from error
+            raise
     for old in directory.iterdir():
         if _SHARD.fullmatch(old.name):
             old.unlink()
@@ -166,6 +200,17 @@ def _write_weights(model: torch.nn.Module, directory: Path, largest: int) -> Non
                  "weight_map": {entry.name: name for name, shard in zip(names, shards, strict=True)
                                 for entry in shard}}
         (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
+def _has_adapters(model: torch.nn.Module) -> bool:
+    """Whether a peft model has any: not after merge_and_unload() or unload()."""
+    try:
+        from peft.tuners.tuners_utils import BaseTunerLayer
+    except ImportError:
+        return True
+    if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
+        return True
+    return hasattr(model, "prompt_encoder") or not hasattr(model, "merge_and_unload")
 
 
 def _write_adapters(model: torch.nn.Module, directory: Path) -> None:
@@ -180,10 +225,16 @@ def _write_adapters(model: torch.nn.Module, directory: Path) -> None:
 
 def save(model: torch.nn.Module, directory: Path, largest: int) -> None:
     """The model's weights, and its configuration where it has one."""
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"the directory '{directory}' cannot be made: {error.strerror}") from error
     if hasattr(model, "peft_config") and hasattr(model, "save_pretrained"):
-        _write_adapters(model, directory)
-        return
+        if _has_adapters(model):
+            _write_adapters(model, directory)
+            return
+        base = getattr(model, "get_base_model", None)  # they were merged into it
+        model = model if base is None else base()
     _write_weights(model, directory, largest)
     config = getattr(model, "config", None)
     if config is not None and hasattr(config, "save_pretrained"):

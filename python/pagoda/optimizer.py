@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import operator
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -90,6 +92,46 @@ class _EngineState(defaultdict[torch.Tensor, Any]):
     clear = pop = popitem = setdefault = update = _refuse
 
 
+class _Group(dict[str, Any]):
+    """A parameter group. A change of a constant that comes too late for the step raises here, where
+    it is made, and is not made: see "Between backward and step" in docs/python.md."""
+
+    def __init__(self, group: dict[str, Any], require_changeable: Callable[[str], None]) -> None:
+        super().__init__(group)
+        self._require_changeable = require_changeable
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name in self and name in _constants_as_torch_writes_them(self):
+            before = self[name]
+            same = before is value or (not isinstance(value, torch.Tensor)
+                                       and not isinstance(before, torch.Tensor) and before == value)
+            if not same:
+                self._require_changeable(f"a change of '{name}'")
+        super().__setitem__(name, value)
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        for name, value in dict(*args, **kwargs).items():
+            self[name] = value
+
+    def __ior__(self, other: Any) -> _Group:  # type: ignore[override,misc]
+        self.update(other)
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return copy.deepcopy(dict(self), memo)
+
+    def __copy__(self) -> dict[str, Any]:
+        return dict(self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (dict(self),)
+
+
+def _constants_as_torch_writes_them(group: dict[str, Any]) -> dict[str, Any]:
+    kind = group.get("optimizer")
+    return group_defaults(kind) if kind in KINDS else {}
+
+
 class Optimizer(torch.optim.Optimizer):
     """Steps the engine; made by `Engine.attach`.
 
@@ -118,6 +160,7 @@ class Optimizer(torch.optim.Optimizer):
         super().__init__(groups, group_defaults(groups[0]["optimizer"]))
         self.state = _EngineState()
         self._handle = handle
+        self._watch_groups()
         self._take_step = take_step
         self._zero_grad = zero_grad
         self._kinds = [group["optimizer"] for group in self.param_groups]
@@ -128,6 +171,30 @@ class Optimizer(torch.optim.Optimizer):
             self._steps_before = handle.stats()["steps"]
         self._fixed = True
         self.report: StepReport | None = None
+
+    def _watch_groups(self) -> None:
+        me = weakref.ref(self)
+
+        def require_changeable(what: str) -> None:
+            optimizer = me()
+            if optimizer is None or optimizer._released:
+                return
+            with translated():
+                optimizer._handle.require_changeable(what)
+
+        self.param_groups = [_Group(group, require_changeable) for group in self.param_groups]
+
+    def _restore(self, number: int) -> None:
+        """The constants that the engine has, in place of others."""
+        group = self.param_groups[number]
+        sent: dict[str, Any] = dict(self._sent[number])
+        if "beta1" in sent:
+            sent["betas"] = (sent.pop("beta1"), sent.pop("beta2"))
+        for name, value in sent.items():
+            if isinstance(group[name], torch.Tensor):
+                group[name].fill_(value)
+            else:
+                dict.__setitem__(group, name, bool(value) if name == "nesterov" else value)
 
     def retire(self) -> None:
         """The model has been released: nothing here reaches the engine any more."""
@@ -157,6 +224,12 @@ class Optimizer(torch.optim.Optimizer):
         for number, now in enumerate(self._check_groups()):
             if now == self._sent[number]:
                 continue
+            try:
+                with translated():
+                    self._handle.require_changeable("a change of the optimizer's constants")
+            except UserError as error:
+                self._restore(number)  # step() completes the step when it is called again
+                raise UserError(f"{error}. The group has its values of before again") from None
             with translated():
                 self._handle.set_optimizer(number, self._kinds[number], now)
             self._sent[number] = now
@@ -185,12 +258,6 @@ class Optimizer(torch.optim.Optimizer):
                 raise UserError(f"step({closure!r}): it takes a function that returns the loss")
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None and not parameter.requires_grad:
-                    raise UserError(f"p.grad of a frozen parameter of shape "
-                                    f"{list(parameter.shape)} is set: call requires_grad_() to train "
-                                    "it, or set its p.grad to None")
         self.report = self._take_step()
         return loss
 
@@ -239,6 +306,7 @@ class Optimizer(torch.optim.Optimizer):
         before = self.param_groups
         try:
             super().load_state_dict({**state_dict, "state": {}})
+            self._watch_groups()
             self.send()
         except (KeyError, TypeError, ValueError) as error:
             self.param_groups = before

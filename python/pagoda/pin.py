@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from types import TracebackType
 
+from pagoda.errors import UserError, translated
 from pagoda.library import PinHandle
 
 
@@ -24,12 +25,18 @@ class Pin:
         self._handle = handle
 
     def release(self) -> None:
-        """Lets the pages go; once more does nothing."""
-        self._handle.release()
+        """Lets the pages go; once more does nothing. UserError where numpy has written to one between
+        the last backward() of a step and step(): that was undone."""
+        with translated():
+            self._handle.release()
 
     def __enter__(self) -> Pin:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
-        self.release()
+        try:
+            self.release()
+        except UserError:
+            if error is None:  # else that one says more
+                raise

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -127,7 +128,8 @@ def _let_go(model: torch.nn.Module) -> None:
 
 
 def _groups(model: torch.nn.Module, decay: float) -> list[dict[str, Any]]:
-    """As Trainer has them: neither biases nor norms decay."""
+    """As Trainer has them: neither biases nor norms decay. What is frozen is in them, too: it trains
+    once a callback thaws it."""
     from transformers.trainer_pt_utils import get_parameter_names
 
     forbidden = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
@@ -137,12 +139,12 @@ def _groups(model: torch.nn.Module, decay: float) -> list[dict[str, Any]]:
     groups: list[dict[str, Any]] = [{"params": [], "weight_decay": decay},
                                     {"params": [], "weight_decay": 0.0}]
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            groups[0 if name in decaying else 1]["params"].append(parameter)
+        groups[0 if name in decaying else 1]["params"].append(parameter)
     return [group for group in groups if group["params"]]
 
 
-def arguments(engine: Engine, model: torch.nn.Module, args: TrainingArguments) -> dict[str, Any]:
+def arguments(engine: Engine, model: torch.nn.Module, args: TrainingArguments, *,
+              callbacks: Iterable[TrainerCallback | type[TrainerCallback]] = ()) -> dict[str, Any]:
     """Attaches `model` and gives the keywords that make a Trainer train through `engine`:
 
         trainer = Trainer(model=model, args=args, train_dataset=data,
@@ -152,12 +154,16 @@ def arguments(engine: Engine, model: torch.nn.Module, args: TrainingArguments) -
     Learning rate, decay, betas and `optim` are taken from `args`; `max_grad_norm` becomes the
     engine's clip, and Trainer logs the norm as ever. `save_model` writes page by page. Optimizer
     state is not part of Trainer's checkpoints: `save_only_model` is set, and resuming from one is an
-    error. Under torchrun the engine shares the work out: the model is not wrapped.
+    error. Under torchrun the engine shares the work out: the model is not wrapped. Callbacks of your
+    own are given here, for Trainer takes the keyword once: `callbacks=[…]`.
     """
     for given, wanted in ((engine, Engine), (model, torch.nn.Module), (args, TrainingArguments)):
         if not isinstance(given, wanted):
             raise UserError("arguments() takes an engine, a model and TrainingArguments, and no "
                             f"{type(given).__name__} in place of {wanted.__name__}")
+    if isinstance(callbacks, (str, TrainerCallback)) or not isinstance(callbacks, Iterable):
+        raise UserError(f"callbacks are a list, as Trainer takes them, and no "
+                        f"{type(callbacks).__name__}")
     if getattr(args, "deepspeed", None) or getattr(args, "fsdp", None):
         raise UserError("deepspeed= and fsdp= of the arguments would shard the model a second time: the "
                         "engine does it, with zero=")
@@ -183,4 +189,5 @@ def arguments(engine: Engine, model: torch.nn.Module, args: TrainingArguments) -
     engine.serve_framework()
     _attached.add(model)
     engine.on_release(lambda: _let_go(model))
-    return {"optimizers": (optimizer, None), "callbacks": [PagodaCallback(engine, model)]}
+    return {"optimizers": (optimizer, None),
+            "callbacks": [PagodaCallback(engine, model), *callbacks]}

@@ -32,12 +32,24 @@ ALLOWED: dict[str, list[str]] = {
     "models": ["base", "torch"],
 }
 TORCH_LAYERS = ("torch", "models")
+# Headers that only their own folder includes, and its unit tests: what they guard has one owner.
+PRIVATE = {
+    "pager": ["bindings", "device_copies", "fetcher", "graveyard", "holds", "home_reads", "homes",
+              "page_record", "page_table", "room", "thread_pins", "touches", "versions"],
+}
 # Where torch may be included besides those two layers: code that stands on top of them.
 ABOVE_TORCH = ("tests/", "examples/")
 
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.M)
 TORCH_HEADER = re.compile(r"^(torch|ATen|c10|caffe2)/")
 # Torch's own headers name their folders like ours do: "pagoda/torch/…" is not one of them.
+
+
+def private_header(header: str) -> str | None:
+    """The folder that keeps this header to itself."""
+    parts = header.removesuffix(".h").split("/")
+    private = len(parts) == 3 and parts[0] == "pagoda" and parts[2] in PRIVATE.get(parts[1], [])
+    return parts[1] if private else None
 
 
 def problems_of(root: Path, path: Path) -> list[str]:
@@ -55,6 +67,9 @@ def problems_of(root: Path, path: Path) -> list[str]:
             if layer not in TORCH_LAYERS and not name.startswith(ABOVE_TORCH):
                 found.append(f"{place}: only src/pagoda/torch/ and src/pagoda/models/ include torch "
                              f"({header})")
+        elif (private := private_header(header)) is not None and not name.startswith(
+                (f"src/pagoda/{private}/", f"tests/unit/{private}/")):
+            found.append(f"{place}: {header} is private to src/pagoda/{private}/")
         elif layer is not None and header.startswith("pagoda/"):
             target = header.split("/")[1]
             if target != layer and target not in ALLOWED[layer]:

@@ -35,6 +35,7 @@ def write(root: Path, name: str, body: str) -> None:
     ("cli/main.cpp", "<c10/core/Device.h>", "include torch"),
     ("src/pagoda/io/x.cpp", '"swap_space.h"', "as a path from src/"),
     ("src/pagoda/misc/x.cpp", "<vector>", "not a layer of the design"),
+    ("src/pagoda/engine/x.cpp", '"pagoda/pager/page_record.h"', "is private to src/pagoda/pager/"),
 ])
 def test_a_wrong_include_is_found(tmp_path: Path, name: str, include: str, word: str) -> None:
     write(tmp_path, name, f"#include {include}\n")

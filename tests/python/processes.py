@@ -4,11 +4,11 @@ that a test sees how each of them does by itself."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,52 +19,41 @@ class Ended(NamedTuple):
     """How a rank ended."""
 
     code: int
+    """Negative: the signal. -9 where it did not end in time."""
     output: str
     seconds: float
-    """After the first rank said that it was ready, or after its start."""
 
 
-def run_ranks(scenario: str, ranks: int = 2, *, limit: float = 100, **settings: str) -> list[Ended]:
-    """Runs a scenario of rank_scenarios.py on every rank. A rank that takes longer than `limit`
-    seconds is killed: its code is -9, and its output says so."""
-    # The store is here, as under torchrun: no rank takes it along when it ends.
-    store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+def run_scenarios(names: list[str], directory: Path, ranks: int = 2, *,
+                  limit: float = 40) -> dict[str, list[Ended]]:
+    """Runs scenarios of rank_scenarios.py, one after the other, on every rank: each in a process of
+    its own, forked from one that has imported torch. A rank that takes longer than `limit` seconds
+    is killed."""
+    # The stores are here, as under torchrun: no rank takes one along when it ends.
+    stores = [distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+              for _ in names]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
                    "PYTHONUNBUFFERED": "1", "MASTER_ADDR": "127.0.0.1",
-                   "MASTER_PORT": str(store.port), "WORLD_SIZE": str(ranks),
-                   "TORCHELASTIC_USE_AGENT_STORE": "True",
-                   **{f"SCENARIO_{name.upper()}": value for name, value in settings.items()}}
+                   "WORLD_SIZE": str(ranks), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     script = str(Path(__file__).with_name("rank_scenarios.py"))
-    began = time.monotonic()
-    outputs = [tempfile.TemporaryFile(mode="w+") for _ in range(ranks)]
-    processes = [subprocess.Popen([sys.executable, script, scenario], stdout=output,
-                                  stderr=subprocess.STDOUT,
-                                  env={**environment, "RANK": str(rank)})
-                 for rank, output in enumerate(outputs)]
-    seconds = [0.0] * ranks
-    killed = [False] * ranks
-    running = set(range(ranks))
-    while running:
-        for rank in list(running):
-            if processes[rank].poll() is not None:
-                seconds[rank] = time.monotonic() - began
-                running.discard(rank)
-        if time.monotonic() - began > limit:
-            for rank in running:
-                processes[rank].kill()
-                killed[rank] = True
-            limit = float("inf")
-        time.sleep(0.02)
-    ended = []
-    for rank, output in enumerate(outputs):
-        output.seek(0)
-        text = output.read() + ("\nkilled: it did not end in time\n" if killed[rank] else "")
-        ended.append(Ended(processes[rank].returncode, text, seconds[rank]))
-        output.close()
+    plan = json.dumps({"names": names, "ports": [store.port for store in stores], "limit": limit,
+                       "directory": str(directory)})
+    ended: dict[str, list[Ended]] = {name: [] for name in names}
+    with tempfile.TemporaryDirectory() as results:
+        drivers = [subprocess.Popen([sys.executable, script, plan, results],
+                                    env={**environment, "RANK": str(rank)})
+                   for rank in range(ranks)]
+        codes = [driver.wait(timeout=limit * len(names) + 100) for driver in drivers]
+        assert codes == [0] * ranks
+        for name in names:
+            for rank in range(ranks):
+                found = json.loads(Path(results, f"{name}.{rank}.json").read_text())
+                output = Path(results, f"{name}.{rank}.txt").read_text()
+                ended[name].append(Ended(found["code"], output, found["seconds"]))
     return ended
 
 
-def all_output(ended: list[Ended]) -> str:
+def shown(ended: list[Ended]) -> str:
     """For a failed assertion."""
     return "\n".join(f"--- rank {rank}, code {one.code}, {one.seconds:.1f} s\n{one.output}"
                      for rank, one in enumerate(ended))

@@ -200,7 +200,8 @@ def peak(place: str, directory: Path) -> dict[str, float]:
 def test_memory_is_less_by_what_was_saved(tmp_path: Path) -> None:
     without, with_nvme = peak("device", tmp_path), peak("nvme", tmp_path)
     print(without, with_nvme)
-    assert without["most"] > 380 << 20  # 24 times 16 MiB
+    # 24 times 16 MiB, of which the pass before has left up to 32 MiB (LargeBlocks::kKept).
+    assert without["most"] > 350 << 20
     assert with_nvme["most"] < 160 << 20
     assert with_nvme["sum"] == without["sum"]
     assert list(tmp_path.iterdir()) == []

@@ -18,6 +18,7 @@ import pytest
 import saved_cases
 import saved_programs
 import saved_trial
+import test_thaw
 import torch
 import zoo
 
@@ -56,6 +57,34 @@ def test_parity(name: str, place: str, tmp_path: Path) -> None:
     around = (lambda: engine.activations(place, least=256, in_flight="64KiB")) if place \
         else nullcontext
     parity.assert_equal(plain, parity.train_attached(engine, model, specimen.loss, around))
+
+
+@pytest.mark.parametrize("frozen", [0.5, 1.0])
+def test_thawed_later(frozen: float) -> None:
+    """Also from nothing: buffers for gradients on their way are taken at the thaw."""
+    specimen = zoo.ZOO["llama"]
+
+    def schedule(model: torch.nn.Module, step: int) -> None:
+        parameters = list(model.parameters())
+        for p in parameters[:int(len(parameters) * frozen)]:
+            p.requires_grad_(step >= (1 if frozen == 1 else 2))
+
+    torch.manual_seed(0)
+    plain = specimen.make()
+    schedule(plain, 1 if frozen == 1 else 0)
+    torch.manual_seed(1)
+    expected = test_thaw.trained_plainly(plain, lambda m, step: schedule(m, step + int(frozen)), 4,
+                                         specimen.loss)
+    engine = pagoda.Engine(**parity.config_below_a_third(specimen.make, device="cuda"))
+    torch.manual_seed(0)
+    with engine.build():
+        model = specimen.make()
+    schedule(model, 0)
+    engine.attach(model, groups=[{"params": model.parameters()}], lr=parity.LR,
+                  weight_decay=parity.DECAY)
+    torch.manual_seed(1)
+    test_thaw.assert_same(expected, test_thaw.trained(
+        engine, model, lambda m, step: schedule(m, step + int(frozen)), 4, specimen.loss))
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_tied"])

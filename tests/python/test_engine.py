@@ -514,8 +514,7 @@ def test_a_dropped_engine_is_gone_and_can_be_made_again(tmp_path: Path) -> None:
     old = model
     del paged, model
     gc.collect()
-    with pytest.raises(RuntimeError, match="went with its engine"):
-        old(torch.ones(1, WIDTH))
+    assert old(torch.ones(1, WIDTH)).isfinite().all()  # it has its weights (test_closing.py)
     with engine() as paged:
         paged.attach(stack())
     with pytest.raises(pagoda.UserError, match="closed"):

@@ -4,8 +4,11 @@ that never had the error, saves and releases."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -42,9 +45,9 @@ class Net(torch.nn.Module):
         return x
 
 
-def net() -> Net:
+def net(dtype: torch.dtype = torch.float32) -> Net:
     torch.manual_seed(0)
-    return Net()
+    return Net().to(dtype)
 
 
 def make_engine(**more: Any) -> pagoda.Engine:
@@ -55,7 +58,8 @@ def make_engine(**more: Any) -> pagoda.Engine:
 
 
 def loss_of(model: torch.nn.Module, step: int = 0) -> torch.Tensor:
-    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step)).requires_grad_()
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
+    x = x.to(next(model.parameters()).dtype).requires_grad_()
     return (model(x) - x).square().mean()
 
 
@@ -216,21 +220,21 @@ def a_graph_used_twice(engine: pagoda.Engine, model: Net) -> None:
     torch.autograd.grad(loss, list(model.parameters()))
 
 
-BETWEEN_STEPS: dict[Mistake, tuple[type[BaseException], str]] = {
+BETWEEN_STEPS: dict[Mistake, tuple[type[BaseException], str | None]] = {
     too_large: (RuntimeError, "raise device_budget|device_budget"),
     too_large_and_in_place: (RuntimeError, "device_budget"),
     too_large_beside_a_pin: (RuntimeError, "device_budget"),
     too_much_pinned: (pagoda.UserError, "device_budget"),
-    a_hook_in_forward: (Mine, ""),
+    a_hook_in_forward: (Mine, None),
     a_shape: (RuntimeError, "shapes cannot be multiplied"),
     a_type: (RuntimeError, "dtype"),
     memory: (RuntimeError, "memory"),
     a_raw_pointer: (RuntimeError, "engine.pin"),
     an_operator_without_a_kernel: (RuntimeError, "not implemented"),
-    an_interrupt_in_forward: (KeyboardInterrupt, ""),
-    an_error_while_building: (Mine, ""),
+    an_interrupt_in_forward: (KeyboardInterrupt, None),
+    an_error_while_building: (Mine, None),
     a_layer_too_large_while_building: (RuntimeError, "device_budget"),
-    a_hook_that_packs: (Mine, ""),
+    a_hook_that_packs: (Mine, None),
     a_worker: (RuntimeError, "forked child"),
     a_second_engine: (pagoda.UserError, "belongs to another engine"),
     another_optimizer: (pagoda.UserError, "attached already"),
@@ -240,12 +244,12 @@ BETWEEN_STEPS: dict[Mistake, tuple[type[BaseException], str]] = {
 
 
 def check_goes_on(config: dict[str, Any], folder: Path, mistake: Mistake,
-                  error: tuple[type[BaseException], str], batch: Any = micro_batch,
-                  reentrant: bool = False) -> None:
+                  error: tuple[type[BaseException], str | None], batch: Any = micro_batch,
+                  reentrant: bool = False, dtype: torch.dtype = torch.float32) -> None:
     """Two steps, the mistake, two steps, a saved model and a released one: as without it."""
     runs = []
     for wrong in (True, False):
-        engine, model = make_engine(**config), net()
+        engine, model = make_engine(**config), net(dtype)
         model.reentrant = reentrant
         engine.attach(model, lr=1e-2)
         for step in range(4):
@@ -340,7 +344,7 @@ def a_backward_twice(engine: pagoda.Engine, model: Net) -> None:
 def another_storage(engine: pagoda.Engine, model: Net) -> None:
     weight = model.layers[0].weight
     before = weight.detach().clone()
-    weight.data = torch.zeros(2 * WIDTH, WIDTH)[:WIDTH]  # a part of a larger one
+    weight.data = torch.zeros_like(torch.cat([before, before]))[:WIDTH]  # a part of a larger one
     try:
         engine.backward(loss_of(model))
     finally:
@@ -360,12 +364,12 @@ def another_type(engine: pagoda.Engine, model: Net) -> None:
             parameter.data = value
 
 
-IN_BACKWARD: dict[Mistake, tuple[type[BaseException], str]] = {
-    an_error_in_backward: (Mine, ""),
-    an_error_in_plain_backward: (Mine, ""),
-    a_hook_in_backward: (Mine, ""),
-    an_interrupt_in_backward: (KeyboardInterrupt, ""),
-    a_hook_that_unpacks: (Mine, ""),
+IN_BACKWARD: dict[Mistake, tuple[type[BaseException], str | None]] = {
+    an_error_in_backward: (Mine, None),
+    an_error_in_plain_backward: (Mine, None),
+    a_hook_in_backward: (Mine, None),
+    an_interrupt_in_backward: (KeyboardInterrupt, None),
+    a_hook_that_unpacks: (Mine, None),
     a_backward_twice: (RuntimeError, "second time"),
     another_storage: (RuntimeError, "another size, type or device"),
     another_type: (RuntimeError, "another size, type or device"),
@@ -376,8 +380,9 @@ IN_BACKWARD: dict[Mistake, tuple[type[BaseException], str]] = {
                                                   (plain_micro_batch, True)])
 @pytest.mark.parametrize("mistake", IN_BACKWARD)
 def test_in_backward(mistake: Mistake, batch: Any, reentrant: bool, tmp_path: Path) -> None:
-    check_goes_on({"early_updates": False}, tmp_path, mistake, IN_BACKWARD[mistake], batch,
-                  reentrant)
+    # With few bits it shows where a gradient came in parts.
+    check_goes_on({"early_updates": False, "device_budget": "40KiB", "gradient_dtype": "fp32"},
+                  tmp_path, mistake, IN_BACKWARD[mistake], batch, reentrant, torch.bfloat16)
 
 
 @pytest.mark.parametrize("plain", [False, True])
@@ -399,6 +404,56 @@ def test_gradients_of_a_failed_pass_stay_as_with_torch(plain: bool) -> None:
             assert torch.allclose(engine.grad(mine), theirs.grad)
             assert mine.grad is None
         engine.close()
+
+
+@pytest.mark.parametrize("reentrant", [False])
+@pytest.mark.parametrize("plain", [(True, False, False), (True, True, True), (False, True, False),
+                                   (False, False, True)])
+def test_failed_passes_are_micro_batches_of_their_own(plain: tuple[bool, ...],
+                                                      reentrant: bool) -> None:
+    """Whoever began them: torch does not add the next gradient to what they have left."""
+    engine = make_engine(early_updates=False, gradient_dtype="fp32", accumulation=8)
+    model, other = net(torch.bfloat16), net(torch.bfloat16)
+    model.reentrant = other.reentrant = reentrant
+    engine.attach(model)
+    sums: dict[str, torch.Tensor] = {}
+    for number, by_torch in enumerate((*plain, False, True)):
+        fails = number < len(plain)
+        for one in (model, other):
+            loss = failing_loss(one, number) if fails else loss_of(one, number)
+            with pytest.raises(Mine) if fails else contextlib.nullcontext():
+                loss.backward() if by_torch or one is other else engine.backward(loss)
+        for name, parameter in other.named_parameters():
+            if parameter.grad is not None:
+                sums[name] = sums.get(name, torch.zeros(())) + parameter.grad.float()
+                parameter.grad = None
+    for name, parameter in model.named_parameters():
+        assert torch.equal(engine.grad(parameter), sums[name]), name
+    engine.close()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_step_after_a_failed_pass_takes_what_has_come(reentrant: bool) -> None:
+    """Early updates or not: the same step, and zero_grad() drops the same or raises before it does."""
+    runs = []
+    for early in (False, True):
+        engine, model = make_engine(early_updates=early), net()
+        model.reentrant = reentrant
+        engine.attach(model, lr=1e-2)
+        for step in range(5):
+            if step == 3:
+                with pytest.raises(Mine):
+                    engine.backward(failing_loss(model, step))
+                if early:
+                    with pytest.raises(pagoda.UserError, match="early_updates"):
+                        engine.zero_grad()
+            else:
+                micro_batch(engine, model, step)
+            engine.step()
+        engine.release(model)
+        engine.close()
+        runs.append([parameter.detach().clone() for parameter in model.parameters()])
+    assert all(map(torch.equal, *runs))
 
 
 def test_an_operator_of_another_thread_goes_on_beside_one_that_fails() -> None:
@@ -432,21 +487,23 @@ def test_an_operator_of_another_thread_goes_on_beside_one_that_fails() -> None:
 # Gradients without a step.
 
 
+@pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("steps", [0, 3])
 @pytest.mark.parametrize("batch", [micro_batch, plain_micro_batch])
-def test_release_after_a_backward_without_step(batch: Any, steps: int, reentrant: bool) -> None:
+def test_release_after_a_backward_without_step(batch: Any, steps: int, reentrant: bool,
+                                               early: bool) -> None:
     values = []
     for extra in (True, False):
-        engine, model = make_engine(early_updates=False, accumulation=2), net()
+        engine, model = make_engine(early_updates=early, accumulation=2), net()
         model.reentrant = reentrant
         engine.attach(model, lr=1e-2)
         for step in range(steps):
             batch(engine, model, step)
             batch(engine, model, step + 10)
             engine.step()
-        if extra:
-            batch(engine, model, 20)
+        for number in range(2 if extra else 0):
+            batch(engine, model, 20 + number)
         engine.release(model)
         assert all(parameter.grad is None for parameter in model.parameters())
         values.append([parameter.detach().clone() for parameter in model.parameters()])
@@ -457,3 +514,12 @@ def test_release_after_a_backward_without_step(batch: Any, steps: int, reentrant
         values[-1] += [parameter.detach().clone() for parameter in model.parameters()]
         engine.close()
     assert all(map(torch.equal, *values))
+
+
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_ranks_release_after_a_backward_without_step(zero: int) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+               str(Path(__file__).with_name("unstepped_rank.py")), str(zero)]
+    result = subprocess.run(command, check=False, text=True, capture_output=True, timeout=200,
+                            env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert result.returncode == 0, result.stdout + result.stderr

@@ -12,13 +12,9 @@ from pathlib import Path
 import pytest
 
 RUN = Path(__file__).parent / "fuzz" / "run.py"
-# What is known not to hold yet.
-WITHOUT = ["large_operators", "late_grads", "reentrant_shared", "thaw"]
-# …on several ranks.
-WITHOUT_RANKS = [*WITHOUT, "activations", "backward_after_failure", "frozen_exchange", "held_pins",
-                 "late_changes", "late_hooks", "late_reads", "late_writes", "nan_norms", "pin_writes",
-                 "rank_failures", "raw_reads", "release_ranks", "scaled_plain_backward", "tight_host",
-                 "unstepped_release"]
+# What is known not to hold yet. reentrant_shared: a parameter whose gradient comes more often in one
+# backward than in those before is refused, or added up in another order.
+WITHOUT = ["reentrant_shared"]
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -29,8 +25,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(("ranks", "seeds"), [(1, "0:200"), (2, "0:60")])
 def test_random_programs(ranks: int, seeds: str) -> None:
     seeds = os.environ.get("PAGODA_TEST_SEEDS", seeds)
-    without = WITHOUT if ranks == 1 else WITHOUT_RANKS
-    result = run("--seeds", seeds, "--ranks", str(ranks), "--without", ",".join(without))
+    result = run("--seeds", seeds, "--ranks", str(ranks), "--without", ",".join(WITHOUT))
     assert result.returncode == 0, result.stdout[-20000:] + result.stderr[-4000:]
 
 

@@ -371,7 +371,9 @@ def test_scopes_of_building_may_be_mixed_up() -> None:
     with paged.build():
         fourth = net()
         paged.close()
-    raises(lambda: engine().attach(fourth), "went with its engine")
+    another = engine()
+    another.attach(fourth)  # it has its weights
+    trains(another, fourth)
     with pytest.raises(pagoda.UserError, match="closed"), paged.build():
         pass
     trains(other, second)
@@ -389,8 +391,7 @@ def test_a_pin_outlives_its_engine_and_is_used_twice() -> None:
     array = model[0].weight.detach().numpy().copy()
     assert array.shape == (WIDTH, WIDTH)
     pin.release()
-    with pytest.raises(RuntimeError, match="went with its engine"):
-        model[0].weight.sum()
+    assert (model[0].weight.detach().numpy() == array).all()
 
 
 def test_clip_of_one_attach_is_not_the_next_ones() -> None:

@@ -19,7 +19,9 @@ import pagoda
 def test_a_model_whose_engine_is_gone() -> None:
     paged, model = engine(), net()
     paged.attach(model)
-    paged.close()
+    paged._handle.fail("a test")
+    with pytest.warns(RuntimeWarning, match="a test"):  # or it would have its weights back
+        paged.close()
     other = engine()
     raises(lambda: other.attach(model), r"'0\.weight'.*went with its engine")
     raises(lambda: other.pin(model), "engine")
@@ -179,3 +181,42 @@ def test_a_model_of_another_engine_is_refused_before_anything_is_a_page() -> Non
     first.release(taken)
     second.attach(mixed)
     trains(second, mixed)
+
+
+class Rotated(torch.nn.Module):
+    """A frozen complex parameter: the rotations of a rotary embedding, say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(WIDTH, WIDTH)
+        angles = torch.linspace(0, 3, WIDTH // 2)
+        self.rotations = torch.nn.Parameter(torch.polar(torch.ones_like(angles), angles),
+                                            requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        pairs = torch.view_as_complex(self.layer(x).unflatten(-1, (-1, 2)))
+        return torch.view_as_real(pairs * self.rotations).flatten(-2)
+
+
+def test_a_frozen_complex_parameter_is_a_page_like_others() -> None:
+    torch.manual_seed(0)
+    plain = Rotated()
+    optimizer = torch.optim.SGD(plain.layer.parameters(), lr=0.1)
+    torch.manual_seed(0)
+    paged, model = engine(), Rotated()
+    paged.attach(model, optimizer="sgd", lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(plain, step).backward()
+        optimizer.step()
+        paged.backward(loss_of(model, step))
+        paged.step()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+    model.rotations.requires_grad_(True)
+    paged.backward(loss_of(model))
+    raises(paged.step, "'rotations'.*complex: train its real view")
+    model.rotations.requires_grad_(False)
+    paged.step()  # without it
+    paged.release(model)
+    assert torch.equal(model.rotations, plain.rotations)

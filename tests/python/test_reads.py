@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+import copy
+import shutil
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import pagoda
 
@@ -163,6 +167,158 @@ class TestReads:
         assert same(written, train(options, dtype, clip=clip, after_step=by_operator))
 
 
+@pytest.mark.parametrize("options", [TIGHT, ROOMY], ids=["tight", "roomy"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("first", [False, True], ids=["later", "first"])
+@pytest.mark.parametrize("ahead", [False, True], ids=["final", "clip_ahead"])
+@pytest.mark.parametrize("kept", [False, True], ids=["with", "kept"])
+def test_a_numpy_write_under_a_pin_before_step_counts_or_is_undone(
+        options: dict[str, Any], dtype: torch.dtype, first: bool, ahead: bool, kept: bool) -> None:
+    """Between backward and step(): a write that comes in the first step, too, or under clip_ahead,
+    is one; else an error undoes it, whether the page's update has begun or not."""
+    clip = 1e6 if ahead else 0
+    if ahead:
+        options = {**options, "clip_ahead": True}
+    counts = first or ahead
+
+    def write(p: torch.nn.Parameter) -> None:
+        bits(p).numpy()[1:9, ::3] = bits(torch.full((1,), 0.25, dtype=dtype)).numpy()[0]
+
+    def by_numpy(engine: pagoda.Engine, model: torch.nn.Sequential, step: int) -> None:
+        if not first and step == 0:
+            return
+        for number in (0, 4, 10):  # of gradients that come early and late
+            p = model[number].get_parameter("weight")
+            before = p.detach().clone()
+            if kept:  # until after step(), which says it
+                pin = engine.pin(p)
+                write(p)
+                if not counts:
+                    with pytest.raises(pagoda.UserError, match="under engine.pin"):
+                        engine.step()
+                pin.release()
+            elif counts:
+                with engine.pin(p):
+                    write(p)
+            else:
+                with pytest.raises(pagoda.UserError, match="under engine.pin"), engine.pin(p):
+                    write(p)
+            assert torch.equal(p, before) != counts
+
+    def by_operator(engine: pagoda.Engine, model: torch.nn.Sequential, step: int) -> None:
+        if counts and (first or step > 0):
+            with torch.no_grad():
+                for number in (0, 4, 10):
+                    model[number].get_parameter("weight")[1:9, ::3] = 0.25
+
+    written = train(options, dtype, clip=clip, before_step=by_numpy)
+    assert same(written, train(options, dtype, clip=clip, before_step=by_operator))
+
+
+# What takes a pointer without an operator, by names that people know it by.
+RAW: dict[str, Callable[[torch.Tensor], Any]] = {
+    "numpy": lambda p: p.detach().numpy(),
+    "force": lambda p: p.numpy(force=True),
+    "cpu().numpy": lambda p: p.detach().cpu().numpy(),
+    "asarray": lambda p: np.asarray(p.detach()),
+    "dlpack": lambda p: torch.from_dlpack(p.detach()),
+    "data_ptr": lambda p: p.data_ptr(),
+    "storage": lambda p: p.untyped_storage().data_ptr(),
+    "safetensors": lambda p: safetensors.torch.save({"p": p.detach()}),
+}
+
+
+@pytest.mark.parametrize("how", RAW)
+def test_a_raw_read_of_what_can_move_is_refused_wherever_it_is(how: str) -> None:
+    def look(engine: pagoda.Engine, model: torch.nn.Sequential, step: int) -> None:
+        for when in ("after the step", "after an operator", "after finish"):
+            for name, parameter in model.named_parameters():
+                if when == "after an operator":
+                    float(parameter.detach().norm())
+                with pytest.raises(RuntimeError, match="raw pointer") as error:
+                    RAW[how](parameter)
+                assert f"'{name}'" in str(error.value) and "with engine.pin(" in str(error.value)
+                with engine.pin(parameter):
+                    float(parameter.detach().norm())
+                    RAW[how](parameter)
+            engine.finish()
+
+    train(TIGHT, torch.float32, steps=2, after_step=look)
+
+
+@pytest.mark.parametrize("options", [TIGHT, ROOMY], ids=["tight", "roomy"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+class TestCopies:
+    """What torch reads by a pointer, but announces: it works at any time."""
+
+    def test_print_and_tolist(self, options: dict[str, Any], dtype: torch.dtype) -> None:
+        def look(engine: pagoda.Engine, model: torch.nn.Sequential, step: int) -> None:
+            shown = [(p.tolist(), p[-1].tolist(), repr(p)) for p in model.parameters()]
+            for seen, parameter in zip(shown, model.parameters(), strict=True):
+                copied = torch.nn.Parameter(parameter.detach().clone())
+                assert seen == (copied.tolist(), copied[-1].tolist(), repr(copied))
+
+        values = train(options, dtype, before_step=look, after_step=look)
+        assert same(values, train(options, dtype))
+
+    def test_a_deep_copy_of_the_state_dict(self, options: dict[str, Any], dtype: torch.dtype) -> None:
+        def look(engine: pagoda.Engine, model: torch.nn.Sequential, step: int) -> None:
+            state = model.state_dict()
+            state["again"] = state["0.weight"].t()
+            copied = copy.deepcopy(state)
+            for name, value in state.items():
+                assert torch.equal(copied[name], value) and copied[name].stride() == value.stride()
+                copied[name].data_ptr()
+            copied["again"].zero_()  # what shared a storage does
+            assert not copied["0.weight"].any() and model[0].weight.any()
+
+        values = train(options, dtype, before_step=look, after_step=look)
+        assert same(values, train(options, dtype))
+
+
+def test_an_operator_of_ones_own_may_use_pointers() -> None:
+    @torch.library.custom_op("pagoda_test_reads::total", mutates_args=())
+    def total(x: torch.Tensor) -> torch.Tensor:
+        return torch.tensor(x.detach().numpy().astype(np.float64).sum())
+
+    def look(engine: pagoda.Engine, model: torch.nn.Sequential, step: int) -> None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                assert total(parameter) == parameter.detach().clone().numpy().astype(np.float64).sum()
+
+    train(TIGHT, torch.float32, steps=2, after_step=look)
+
+
+@pytest.mark.skipif(shutil.which("c++") is None and shutil.which("g++") is None,
+                    reason="torch.compile needs a C++ compiler for the CPU")
+def test_compiled_regions_find_their_pages() -> None:
+    """In forward, in backward, which reads the norm's weight by its pointer, and without gradients."""
+    def run(options: dict[str, Any]) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        model = torch.nn.Sequential(*[torch.nn.Sequential(
+            torch.nn.Linear(WIDTH, WIDTH), torch.nn.GELU(), torch.nn.LayerNorm(WIDTH))
+            for _ in range(LAYERS)])
+        layers = [torch.compile(layer) for layer in model]
+        out: list[torch.Tensor] = []
+        with pagoda.Engine(device="cpu", host_budget="64MiB", **options) as engine:
+            engine.attach(model, lr=0.01)
+            for step in range(3):
+                x = torch.linspace(-1, 1, 8 * WIDTH).reshape(8, WIDTH) * (step + 1)
+                for layer in layers:
+                    x = layer(x)
+                engine.backward(x.square().mean())
+                engine.step()
+                with torch.no_grad():
+                    for layer in layers:
+                        x = layer(x)
+                out.append(x.clone())
+            if options is TIGHT:
+                assert engine.stats()["pages"]["evictions"] > 0
+        return out
+
+    assert same(run(TIGHT), run(ROOMY))
+
+
 def test_a_view_kept_over_a_step_sees_what_it_changes() -> None:
     views: list[Any] = []
 
@@ -178,7 +334,7 @@ def test_a_view_kept_over_a_step_sees_what_it_changes() -> None:
 
 def test_finish_makes_raw_reads_possible_where_parameters_stay() -> None:
     def read(engine: pagoda.Engine, model: torch.nn.Sequential, step: int) -> None:
-        with pytest.raises(RuntimeError, match="pending update"):
+        with pytest.raises(RuntimeError, match=r"pending update.*engine\.finish\(\)"):
             model[0].weight.detach().numpy()
         engine.finish()
         for parameter in model.parameters():
@@ -214,3 +370,29 @@ def test_a_habit_of_changing_the_step_is_learnt_from_the_first() -> None:
 
     late = train(TIGHT, torch.float32, before_step=clamp)
     assert same(late, train({**TIGHT, "early_updates": False}, torch.float32, before_step=clamp))
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["plain", "reentrant"])
+@pytest.mark.parametrize("ahead", [False, True], ids=["final", "clip_ahead"])
+def test_a_recomputation_may_write_to_its_weight(reentrant: bool, ahead: bool) -> None:
+    """An embedding with max_norm does, in the last backward of a step, before its gradient comes."""
+    runs = []
+    for early in (False, True):
+        config: dict[str, Any] = {"clip": 1e6, "clip_ahead": early} if ahead else {}
+        engine = pagoda.Engine(device="cpu", host_budget="64MiB", early_updates=early or ahead,
+                               **TIGHT, **config)
+        torch.manual_seed(1)
+        table, model = torch.nn.Embedding(240, WIDTH, max_norm=0.5), stack(torch.float32)
+        both = torch.nn.ModuleList([table, model])
+        engine.attach(both, lr=0.01)
+        for step in range(5):
+            ids = torch.arange(8) + step
+            x = torch.ones(8, WIDTH, requires_grad=True)
+            if step != 0:  # which would teach that it happens
+                x = x + checkpoint(lambda x, ids=ids: table(ids) + x, x, use_reentrant=reentrant)
+            engine.backward(model(x).square().mean())
+            engine.step()
+        engine.release(both)
+        engine.close()
+        runs.append([p.detach().clone() for p in both.parameters()])
+    assert same(*runs)

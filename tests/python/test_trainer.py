@@ -10,7 +10,7 @@ from typing import Any
 import parity
 import pytest
 import torch
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 from zoo import ZOO, tokens
 
 import pagoda
@@ -42,6 +42,27 @@ def paged_trainer(name: str, args: TrainingArguments) -> tuple[pagoda.Engine, An
     trainer = Trainer(model=model, args=args, train_dataset=Texts(), eval_dataset=Texts(),
                       **pagoda.trainer.arguments(engine, model, args))
     return engine, model, trainer
+
+
+class Counting(TrainerCallback):
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.steps += 1
+
+
+def test_callbacks_beside_the_engines(tmp_path: Path) -> None:
+    args = arguments(tmp_path)
+    engine = pagoda.Engine(**parity.config_below_a_third(ZOO["llama"].make))
+    model: Any = ZOO["llama"].make()
+    with pytest.raises(pagoda.UserError, match="callbacks are a list"):
+        pagoda.trainer.arguments(engine, model, args, callbacks=Counting())  # type: ignore[arg-type]
+    mine = Counting()
+    trainer = Trainer(model=model, args=args, train_dataset=Texts(),
+                      **pagoda.trainer.arguments(engine, model, args, callbacks=[mine]))
+    trainer.train()
+    assert mine.steps == engine.stats()["steps"] == 4
 
 
 @pytest.mark.parametrize("name", ["llama", "lora"])

@@ -106,15 +106,6 @@ TEST(RawPointers, MayBeReadWhilePinned) {
   EXPECT_EQ(pinned_is_readable(), "");
 }
 
-TEST(Lifetimes, ReleasedParametersArePlain) {
-  EXPECT_EQ(released_is_plain(), "");
-}
-
-TEST(Lifetimes, EnginesSideBySideAndInTurn) {
-  EXPECT_EQ(two_engines_at_once(), "");
-  EXPECT_EQ(engines_one_after_another(), "");
-}
-
 TEST(Lifetimes, AModelMayGoBeforeItsEngine) {
   EXPECT_EQ(model_dropped_first(), "");
 }

@@ -53,9 +53,6 @@ std::string raw_pointer_after_engine();
 
 // One engine alone; each as in Quirk.
 std::string pinned_is_readable();
-std::string released_is_plain();
-std::string two_engines_at_once();
-std::string engines_one_after_another();
 std::string model_dropped_first();
 std::string late_parameter_stays_plain();
 std::string exchanged_storage_after_attach(int ranks);

@@ -5,7 +5,7 @@
 #include <cstdlib>
 #include <limits>
 
-#include "pagoda/base/error.h"
+#include "pagoda/base/out_of_memory.h"
 
 namespace pagoda {
 
@@ -14,8 +14,8 @@ AlignedBuffer::AlignedBuffer(Bytes size, Bytes alignment, Pages pages) : size_(s
   PAGODA_REQUIRE_LE(size, std::numeric_limits<Bytes>::max() / 4, "no machine has this much memory");
   if (size == 0) return;
   if (pages == Pages::Huge) {
-    pages_ = PageMapping(align_up(size, PageMapping::kHugePage),
-                         std::max(alignment, PageMapping::kHugePage));
+    // Not rounded up to a huge page: whoever counts the buffer counts `size`.
+    pages_ = PageMapping(size, std::max(alignment, PageMapping::kHugePage));
     data_ = pages_.data();
   } else {
     const Bytes heap_alignment = std::max<Bytes>(alignment, alignof(std::max_align_t));
@@ -23,7 +23,7 @@ AlignedBuffer::AlignedBuffer(Bytes size, Bytes alignment, Pages pages) : size_(s
         static_cast<std::byte*>(std::aligned_alloc(heap_alignment, align_up(size, heap_alignment)));
   }
   if (data_ == nullptr) {
-    throw EngineError("out of host memory", {context("bytes", size)});
+    throw OutOfMemory("out of host memory", {context("bytes", size)});
   }
 }
 

@@ -10,18 +10,20 @@
 
 #include <fmt/format.h>
 
+#include "pagoda/base/ranked_mutex.h"
+
 namespace pagoda {
 namespace detail {
 
 struct BudgetState {
-  using Lock = std::unique_lock<std::mutex>;
+  using Lock = RankedLock<LockRank::Budget>;
 
   BudgetState(std::string budget_name, Bytes budget_limit)
       : name(std::move(budget_name)), limit(budget_limit) {}
 
   const std::string name;
   const Bytes limit;
-  std::mutex mutex;
+  RankedMutex<LockRank::Budget> mutex;
   Bytes used = 0;  // guarded by mutex, as is all below
   Bytes peak = 0;
   // Tags are never erased: their peaks are asked for at the end, and reservations point here.

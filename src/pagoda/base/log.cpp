@@ -12,6 +12,7 @@
 
 #include "pagoda/base/error.h"
 #include "pagoda/base/json_text.h"
+#include "pagoda/base/ranked_mutex.h"
 
 namespace pagoda::log {
 namespace {
@@ -33,7 +34,7 @@ struct Logger {
   std::shared_ptr<spdlog::logger> sink;
   std::atomic<Level> threshold{Level::Warn};
   bool json = false;
-  std::mutex capture_mutex;
+  RankedMutex<LockRank::LogCapture> capture_mutex;
   Capture::Sink capture;  // guarded by capture_mutex
   std::atomic<bool> captured{false};
 

@@ -8,7 +8,7 @@
 
 #include <sys/mman.h>
 
-#include "pagoda/base/error.h"
+#include "pagoda/base/out_of_memory.h"
 
 namespace pagoda {
 
@@ -23,7 +23,7 @@ PageMapping::PageMapping(Bytes bytes, Bytes alignment) {
                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (raw == MAP_FAILED) {
     const int error = errno;
-    throw EngineError("out of host memory",
+    throw OutOfMemory("out of host memory",
                       {context("bytes", size), context("errno", error),
                        context("cause", std::generic_category().message(error))});
   }

@@ -9,6 +9,7 @@
 #include <pthread.h>
 
 #include "pagoda/base/error.h"
+#include "pagoda/base/ranked_mutex.h"
 #include "pagoda/base/trace.h"
 
 namespace pagoda {
@@ -26,8 +27,8 @@ struct Loop {
   std::atomic<std::size_t> next{0};
   std::atomic<bool> failed{false};
 
-  std::mutex mutex;
-  std::condition_variable idle;
+  RankedMutex<LockRank::Loop> mutex;
+  Condition idle;
   std::size_t finished = 0;                                            // guarded by mutex
   std::size_t failed_piece = std::numeric_limits<std::size_t>::max();  // guarded by mutex
   std::exception_ptr error;                                            // guarded by mutex

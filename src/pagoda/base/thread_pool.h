@@ -2,18 +2,18 @@
 #pragma once
 
 #include <array>
-#include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <functional>
 #include <future>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <thread>
 #include <type_traits>
 #include <utility>
 #include <vector>
+
+#include "pagoda/base/ranked_mutex.h"
 
 namespace pagoda {
 
@@ -72,8 +72,8 @@ class ThreadPool {
 
   const std::string name_;
   const std::size_t thread_count_;
-  std::mutex mutex_;
-  std::condition_variable wake_;
+  RankedMutex<LockRank::ThreadPool> mutex_;
+  Condition wake_;
   std::array<std::deque<Task>, 3> queues_;  // guarded by mutex_, one per priority
   bool stopping_ = false;                   // guarded by mutex_
   std::vector<std::jthread> threads_;       // written by the constructor and the first stop()

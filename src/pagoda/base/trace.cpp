@@ -13,6 +13,7 @@
 
 #include "pagoda/base/error.h"
 #include "pagoda/base/json_text.h"
+#include "pagoda/base/ranked_mutex.h"
 
 namespace pagoda::trace {
 
@@ -33,7 +34,7 @@ struct Event {
 /// The events of one thread. The lock is taken by that thread alone until someone reads, so it is
 /// free of contention while recording.
 struct ThreadEvents {
-  std::mutex mutex;
+  RankedMutex<LockRank::TraceThread> mutex;
   std::string name;  // guarded by mutex, as is all below
   std::vector<Event> events;
   std::size_t dropped = 0;
@@ -42,7 +43,7 @@ struct ThreadEvents {
 
 /// Every thread that ever recorded or was named. Never destroyed: threads may outlive main().
 struct Recorder {
-  std::mutex mutex;
+  RankedMutex<LockRank::TraceRegistry> mutex;
   std::vector<std::shared_ptr<ThreadEvents>> threads;  // guarded by mutex
   std::atomic<std::size_t> max_events{0};
   std::atomic<Nanos> origin{0};

@@ -50,6 +50,7 @@ Group::Group(int rank, int size, std::string name)
 
 template <class Fn>
 auto Group::guarded(Fn&& fn) {
+  require_may_wait();
   check_alive();
   try {
     return fn();

@@ -4,10 +4,10 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <mutex>
 #include <span>
 #include <string>
 
+#include "pagoda/base/ranked_mutex.h"
 #include "pagoda/comm/comm_error.h"
 #include "pagoda/comm/traffic.h"
 #include "pagoda/comm/transfer.h"
@@ -70,6 +70,8 @@ class Group {
   bool aborted() const noexcept { return aborted_.load(std::memory_order_acquire); }
 
   GroupStats stats() const noexcept;
+  /// Device memory that the group itself keeps for what passes through it.
+  virtual std::uint64_t buffer_bytes() const noexcept { return 0; }
 
  protected:
   /// Throws GroupAborted if abort() has been called.
@@ -100,7 +102,7 @@ class Group {
   const std::string name_;
   std::atomic<bool> in_collective_ = false;
   std::atomic<bool> aborted_ = false;
-  mutable std::mutex abort_mutex_;
+  mutable RankedMutex<LockRank::GroupAbort> abort_mutex_;
   std::string abort_reason_;  // guarded by abort_mutex_, set once
   TrafficMeter gather_;
   TrafficMeter all_to_all_;

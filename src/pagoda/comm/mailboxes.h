@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <condition_variable>
 #include <cstddef>
 #include <deque>
 #include <map>
@@ -12,6 +11,7 @@
 #include <vector>
 
 #include "pagoda/base/clock.h"
+#include "pagoda/base/ranked_mutex.h"
 #include "pagoda/comm/transfer.h"
 #include "pagoda/device/emulated/link.h"
 
@@ -39,11 +39,11 @@ class Mailboxes {
   void leave(int me) noexcept;
 
  private:
-  using Lock = std::unique_lock<std::mutex>;
+  using Lock = RankedLock<LockRank::Mailboxes>;
 
   /// Where a call waits for its posts.
   struct Waiter {
-    std::condition_variable wake;
+    Condition wake;
     std::size_t open = 0;  // posts that are Waiting or Moving
     bool failed = false;   // one of them is Lost or Misfit
   };
@@ -83,7 +83,7 @@ class Mailboxes {
   [[noreturn]] static void fail(std::span<const Post> posts);
 
   const Links links_;
-  std::mutex mutex_;
+  RankedMutex<LockRank::Mailboxes> mutex_;
   std::vector<Queues> sends_;     // guarded by mutex_, by destination
   std::vector<Queues> receives_;  // guarded by mutex_, by destination
   std::vector<bool> aborted_;     // guarded by mutex_

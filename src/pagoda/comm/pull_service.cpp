@@ -103,7 +103,7 @@ void PullService::listen() {
   } catch (const std::exception& error) {
     if (stop_.stop_requested()) return;  // whoever ended it has said why
     const std::string reason = fmt::format("the pull service stopped: {}", error.what());
-    log::error("comm", "the pull service stopped", {{"error", error.what()}});
+    log::debug("comm", "the pull service stopped", {{"error", error.what()}});
     if (options_.on_failure) options_.on_failure(reason);  // may know a better reason, and abort
     abort(reason);
   }
@@ -117,7 +117,7 @@ void PullService::enqueue(const Job& job) {
   wake_.notify_one();
 }
 
-void PullService::grow(const std::unique_lock<std::mutex>&) {
+void PullService::grow(const RankedLock<LockRank::PullService>&) {
   if (stopping_ || jobs_.size() <= idle_ || workers_.size() >= options_.max_threads) return;
   if (workers_.size() - waiting_ >= options_.threads) return;
   ++idle_;  // it will take a job; counted here so that the next request sees it

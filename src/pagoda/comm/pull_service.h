@@ -2,7 +2,6 @@
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -15,6 +14,7 @@
 #include <thread>
 #include <vector>
 
+#include "pagoda/base/ranked_mutex.h"
 #include "pagoda/comm/group.h"
 
 namespace pagoda::comm {
@@ -122,7 +122,7 @@ class PullService {
   void enqueue(const Job& job);
   void work();
   /// Adds a thread if a job waits and too few threads run.
-  void grow(const std::unique_lock<std::mutex>&);
+  void grow(const RankedLock<LockRank::PullService>&);
   PullReply ask_handler(const PullRequest& request, std::function<void()> waits);
   void answer(const Job& job);
   void pull_here(const Pull& pull);
@@ -133,8 +133,8 @@ class PullService {
   std::stop_source stop_;
   std::atomic<std::uint32_t> next_tag_ = 0;
 
-  std::mutex mutex_;
-  std::condition_variable wake_;
+  RankedMutex<LockRank::PullService> mutex_;
+  Condition wake_;
   std::deque<Job> jobs_;              // guarded by mutex_
   std::size_t idle_ = 0;              // guarded by mutex_: workers without a job
   std::size_t waiting_ = 0;           // guarded by mutex_: workers whose handler waits

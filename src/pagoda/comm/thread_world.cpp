@@ -5,6 +5,7 @@
 #include <mutex>
 #include <utility>
 
+#include "pagoda/base/ranked_mutex.h"
 #include "pagoda/comm/mailboxes.h"
 
 namespace pagoda::comm {
@@ -19,7 +20,7 @@ struct ThreadWorldState {
 
   int ranks = 0;
   Mailboxes::Links links;
-  std::mutex mutex;
+  RankedMutex<LockRank::ThreadWorld> mutex;
   std::map<std::string, std::string, std::less<>> board;  // guarded by mutex
   std::vector<Named> groups;                              // guarded by mutex, in order of making
 };

@@ -137,7 +137,7 @@ void Watch::report(int rank, std::string reason) {
     const std::lock_guard lock(mutex_);
     if (std::exchange(silent_, true)) return;
   }
-  log::error("comm", "a rank failed", {{"rank", rank}, {"reason", reason}});
+  log::info("comm", "a rank failed", {{"rank", rank}, {"reason", reason}});
   try {
     on_failure_(rank, std::move(reason));
   } catch (const std::exception& error) {

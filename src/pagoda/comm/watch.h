@@ -2,10 +2,8 @@
 #pragma once
 
 #include <chrono>
-#include <condition_variable>
 #include <cstdint>
 #include <functional>
-#include <mutex>
 #include <span>
 #include <string>
 #include <string_view>
@@ -13,6 +11,7 @@
 #include <vector>
 
 #include "pagoda/base/clock.h"
+#include "pagoda/base/ranked_mutex.h"
 #include "pagoda/comm/world.h"
 
 namespace pagoda::comm {
@@ -88,11 +87,12 @@ class Watch {
   std::vector<Peer> peers_;  // the thread's own
   std::uint64_t beats_ = 0;  // the thread's own
 
-  std::mutex board_mutex_;  // held while this rank's value is put: the last word stays the last
-  bool ended_ = false;      // guarded by board_mutex_: left or failed, no more beats
+  RankedMutex<LockRank::WatchBoard>
+      board_mutex_;     // held while this rank's value is put: the last word stays the last
+  bool ended_ = false;  // guarded by board_mutex_: left or failed, no more beats
 
-  std::mutex mutex_;
-  std::condition_variable wake_;
+  RankedMutex<LockRank::Watch> mutex_;
+  Condition wake_;
   bool stopping_ = false;  // guarded by mutex_
   bool silent_ = false;    // guarded by mutex_: reported already, or left
   std::thread thread_;     // last: uses all of the above

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <memory>
 #include <optional>
 #include <string>
@@ -38,6 +39,10 @@ class World {
   virtual std::optional<std::string> get(std::string_view key) = 0;
   /// 0, 1, 2, …: for names on the board. Ranks that ask in the same order get the same numbers.
   unsigned next_number() noexcept { return next_number_.fetch_add(1); }
+  /// From now on no call on the board waits longer than this for an answer.
+  virtual void limit_waits(std::chrono::milliseconds /*limit*/) {}
+  /// The process of that rank is gone: nothing that ends here waits for it.
+  virtual void lost(int /*rank*/) noexcept {}
   /// The rank whose process holds the board, and takes it along when it dies; -1 if none does.
   virtual int board_rank() const noexcept { return -1; }
 

@@ -24,7 +24,7 @@ class ArenaState::Lock {
 
  private:
   const ArenaState& arena_;
-  const std::lock_guard<std::mutex> lock_;
+  const RankedGuard<LockRank::Arena> lock_;
 };
 
 ArenaState::ArenaState(std::shared_ptr<Device> device, MemoryKind kind, Reservation reservation,

@@ -4,11 +4,11 @@
 #include <cstddef>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <string_view>
 
 #include "pagoda/base/budget.h"
+#include "pagoda/base/ranked_mutex.h"
 #include "pagoda/device/arena.h"
 #include "pagoda/device/block.h"
 #include "pagoda/device/free_ranges.h"
@@ -57,7 +57,7 @@ class ArenaState {
   std::unique_ptr<Memory> memory_;
   std::byte* base_ = nullptr;
   Bytes capacity_ = 0;
-  mutable std::mutex mutex_;
+  mutable RankedMutex<LockRank::Arena> mutex_;
   mutable VectorClock known_;        // guarded by mutex_; used with a checker only
   FreeRanges free_;                  // guarded by mutex_
   std::map<Bytes, LiveBlock> live_;  // guarded by mutex_, by offset; nodes stay where they are

@@ -2,11 +2,11 @@
 #pragma once
 
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
 #include "pagoda/base/bytes.h"
+#include "pagoda/base/ranked_mutex.h"
 #include "pagoda/device/event.h"
 #include "pagoda/device/memory.h"
 #include "pagoda/device/stream.h"
@@ -73,7 +73,7 @@ class Device : public std::enable_shared_from_this<Device> {
   const DeviceKind kind_;
   const std::string name_;
   const std::shared_ptr<OrderingChecker> checker_;
-  std::mutex mutex_;
+  RankedMutex<LockRank::Device> mutex_;
   std::vector<std::weak_ptr<Stream>> streams_;  // guarded by mutex_
 };
 

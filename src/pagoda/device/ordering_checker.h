@@ -14,6 +14,7 @@
 
 #include "pagoda/base/bytes.h"
 #include "pagoda/base/error.h"
+#include "pagoda/base/ranked_mutex.h"
 #include "pagoda/device/access_map.h"
 #include "pagoda/device/memory.h"
 #include "pagoda/device/stream.h"
@@ -85,7 +86,7 @@ class OrderingChecker {
   void freed(const void* data);
 
  private:
-  using Lock = std::lock_guard<std::mutex>;
+  using Lock = RankedGuard<LockRank::OrderingChecker>;
   enum class Mode { Read, Write };
 
   struct BlockName {
@@ -122,7 +123,7 @@ class OrderingChecker {
   [[noreturn]] void fail(std::string message, const Lock&);
 
   const HostThreads host_threads_;
-  mutable std::mutex mutex_;
+  mutable RankedMutex<LockRank::OrderingChecker> mutex_;
   std::vector<Actor> actors_;                                 // guarded by mutex_
   std::unordered_map<std::uint64_t, std::size_t> streams_;    // guarded by mutex_, by Stream::id()
   std::unordered_map<std::thread::id, std::size_t> threads_;  // guarded by mutex_

@@ -12,6 +12,7 @@
 #include <string_view>
 
 #include "pagoda/base/bytes.h"
+#include "pagoda/base/ranked_mutex.h"
 #include "pagoda/device/event.h"
 #include "pagoda/device/use.h"
 
@@ -100,7 +101,7 @@ class Stream : public std::enable_shared_from_this<Stream> {
 
  private:
   friend class Device;
-  using IssueLock = std::lock_guard<std::recursive_mutex>;
+  using IssueLock = std::lock_guard<RankedRecursiveMutex<LockRank::Stream>>;
 
   virtual void* do_native_handle() const noexcept { return nullptr; }
   virtual void do_copy(void* dst, const void* src, Bytes bytes, Direction direction,
@@ -123,7 +124,7 @@ class Stream : public std::enable_shared_from_this<Stream> {
   const std::uint64_t id_;
   // Held over "tell the checker, then issue", so that both see one order. Recursive, for the host
   // device runs work inside the call, and dropping a function may free a block of this stream.
-  std::recursive_mutex issue_;
+  RankedRecursiveMutex<LockRank::Stream> issue_;
   bool launched_by_others_;   // guarded by issue_: what is issued is not all there is
   std::uint64_t issued_ = 0;  // guarded by issue_
   Mark last_mark_;            // guarded by issue_

@@ -8,6 +8,7 @@
 #include <span>
 
 #include "pagoda/base/error.h"
+#include "pagoda/base/out_of_memory.h"
 #include "pagoda/engine/failure.h"
 #include "pagoda/io/checksum.h"
 #include "pagoda/kernels/rounding_counter.h"
@@ -76,6 +77,9 @@ void all_or_none(comm::Group* group, const std::function<void()>& work) {
   std::string text;
   try {
     work();
+  } catch (const OutOfMemory& error) {  // of the machine: everything is as it was
+    mine = std::current_exception();
+    text = error.message();
   } catch (const EngineError&) {
     throw;
   } catch (const UserError& error) {

@@ -21,8 +21,8 @@ struct NoneDid {
 
 /// Does `work` on every rank, or, as far as the callers are concerned, on none. Where it throws on
 /// one rank, all throw NoneDid: with its exception on that rank, with a UserError that has that
-/// rank's number on the others. An EngineError is thrown at once: it ends the engine, and the
-/// others hear of that. `group` null: one rank. A collective of the group.
+/// rank's number on the others. An EngineError other than OutOfMemory is thrown at once: it ends
+/// the engine, and the others hear of that. `group` null: one rank. A collective of the group.
 void all_or_none(comm::Group* group, const std::function<void()>& work);
 
 /// Settings that must be equal on all ranks, in an order that is the same everywhere. A plain

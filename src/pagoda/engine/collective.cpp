@@ -16,7 +16,9 @@ struct WireCall {
   std::uint64_t call = 0;
   std::uint64_t steps = 0;
   std::uint64_t rules = 0;
+  std::uint64_t writes = 0;
   std::uint64_t value = 0;
+  std::uint64_t thawed = 0;
   std::array<char, 32> label{};
   std::array<char, 128> detail{};
 };
@@ -85,7 +87,9 @@ std::vector<Collective> exchange(comm::Group& group, const Collective& mine) {
   sent.call = static_cast<std::uint64_t>(mine.call);
   sent.steps = mine.steps;
   sent.rules = mine.rules;
+  sent.writes = mine.writes;
   sent.value = mine.value;
+  sent.thawed = mine.thawed ? 1 : 0;
   write_text(sent.label, mine.label);
   write_text(sent.detail, mine.detail);
   std::vector<WireCall> received(static_cast<std::size_t>(group.size()));
@@ -95,7 +99,7 @@ std::vector<Collective> exchange(comm::Group& group, const Collective& mine) {
   std::vector<Collective> out;
   for (const WireCall& one : received) {
     out.push_back({static_cast<Call>(one.call), read_text(one.label), read_text(one.detail),
-                   one.steps, one.rules, one.value});
+                   one.steps, one.rules, one.writes, one.value, one.thawed != 0});
   }
   return out;
 }

@@ -264,7 +264,8 @@ std::vector<ConfigField> make_fields() {
           PAGODA_FIELD(clip_ahead),
           "Let updates begin before the norm is known if the last step did not clip, and undo them "
           "exactly if this one does, where all states are in host memory; takes room there for the "
-          "optimizer's once more, as far as there is any"),
+          "optimizer's and for the parameters once more (14 bytes a parameter of AdamW in bf16), "
+          "as far as there is any"),
       loss_scale(PAGODA_FIELD(loss_scale),
                  "What the loss is multiplied by; dynamic follows overflows (for fp16)"),
       real(PAGODA_FIELD(loss_scale_initial), false, "Where a dynamic loss scale starts"),

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <cmath>
 #include <fstream>
 #include <set>
 #include <sstream>
@@ -40,13 +41,20 @@ json parse_object(std::string_view text) {
                               value.dump(), form, field.type));
 }
 
+/// A text; the system would read one with a NUL only up to there.
+std::string read_text(const ConfigField& field, const json& value) {
+  std::string text = value.get<std::string>();
+  if (text.find('\0') == std::string::npos) return text;
+  throw UserError(fmt::format("{} = {} has a NUL character in it", field.name, value.dump()));
+}
+
 std::vector<std::string> read_list(const ConfigField& field, const json& value) {
-  if (value.is_string()) return {value.get<std::string>()};
+  if (value.is_string()) return {read_text(field, value)};
   if (!value.is_array()) reject(field, value, "a list of texts, or one text");
   std::vector<std::string> items;
   for (const json& item : value) {
     if (!item.is_string()) reject(field, value, "a list of texts");
-    items.push_back(item.get<std::string>());
+    items.push_back(read_text(field, item));
   }
   return items;
 }
@@ -71,7 +79,13 @@ void read(Config& config, const ConfigField& field, const json& value) {
       if (!value.is_number() && !value.is_string()) reject(field, value, "a number or a text");
       break;
   }
-  set_field(config, field, value.is_string() ? value.get<std::string>() : value.dump());
+  constexpr double kMost = 18446744073709551616.0;  // JSON makes such whole numbers floating ones
+  if (field.type.starts_with("bytes") && value.is_number_float() &&
+      std::abs(value.get<double>()) >= kMost) {
+    throw UserError(fmt::format("{} = {:.0f} is not allowed: it is more than 64 bits can count",
+                                field.name, value.get<double>()));
+  }
+  set_field(config, field, value.is_string() ? read_text(field, value) : value.dump());
 }
 
 std::string write(const Config& config, const ConfigField& field) {

@@ -34,18 +34,18 @@ void EarlyUpdates::give_up() {
 
 /// From the beginning of a step's last pass until step().
 bool EarlyUpdates::in_window(const Lock& /*lock*/) const noexcept {
-  return mode_ != Mode::Never && (pass_ == Pass::LastOpen || pass_ == Pass::LastOver);
+  return mode_ != Mode::Never && pass_ >= Pass::LastOpen;
 }
 
 /// In the first step nothing begins: it shows what the script does in the window.
 bool EarlyUpdates::refuses(const Lock& lock) const noexcept {
-  return in_window(lock) && step_ > 1 && mode_ == Mode::Final;
+  return in_window(lock) && step_ > 1 && mode_ == Mode::Final && !held_back_;
 }
 
 /// Where in the window something came.
 std::string_view EarlyUpdates::when(const Lock& /*lock*/) const noexcept {
-  return pass_ == Pass::LastOpen ? "in, or after a failure of, the last backward() of a step"
-                                 : "between the last backward() of a step and step()";
+  return pass_ == Pass::LastOver ? "between the last backward() of a step and step()"
+                                 : "in, or after a failure of, the last backward() of a step";
 }
 
 EarlyUpdates::Habit& EarlyUpdates::habit(const TrainedPage& page, const Lock& /*lock*/) {
@@ -65,15 +65,39 @@ void EarlyUpdates::require_no_window(std::string_view what) {
   if (!in_window(lock)) return;
   if (refuses(lock)) {
     throw UserError(fmt::format(
-        "{} came {}, while its updates are made. Do it before that backward() or after step(); set "
-        "accumulation to the number of backward() calls in a step; or set early_updates to false",
-        what, when(lock)));
+        "{} came {}, while its updates are made. {}; or set early_updates to false", what,
+        when(lock),
+        pass_ == Pass::LastOpen
+            ? "After a failure call step(), which completes the step with the gradients that came"
+            : "Do it before that backward() or after step(); set accumulation to the number of "
+              "backward() calls in a step"));
   }
   if (step_ == 1) return leave_to_step(what, lock);
   held_back_ = true;
   const std::vector<TrainedPage*> pages = std::exchange(begun_, {});
   lock.unlock();  // the gradients' thread begins no other one
   roll_back(pages);
+}
+
+bool EarlyUpdates::in_window() const {
+  const Lock lock(mutex_);
+  return in_window(lock);
+}
+
+void EarlyUpdates::require_may_write(const TrainedPage& page) {
+  {
+    // A checkpoint's recomputation may write, as an embedding with max_norm does. No update begins
+    // before the gradient has come, and none at all of a page that was written to.
+    const Lock lock(mutex_);
+    if (pass_ == Pass::LastOpen && habit(page, lock).pass != passes_) return;
+  }
+  require_no_window(fmt::format("an in-place write to parameter '{}'", page.page->name()));
+}
+
+pager::RawWrites EarlyUpdates::raw_writes() const {
+  const Lock lock(mutex_);
+  if (!in_window(lock)) return pager::RawWrites::Count;
+  return refuses(lock) ? pager::RawWrites::Refuse : pager::RawWrites::Tell;
 }
 
 void EarlyUpdates::roll_back(std::span<TrainedPage* const> pages) {
@@ -83,7 +107,7 @@ void EarlyUpdates::roll_back(std::span<TrainedPage* const> pages) {
 
 void EarlyUpdates::require_gradients(std::string_view what) {
   Lock lock(mutex_);
-  if (mode_ == Mode::Reversible || !in_window(lock)) return;
+  if (mode_ == Mode::Reversible || held_back_ || !in_window(lock)) return;
   if (refuses(lock)) {
     throw UserError(
         fmt::format("{} came {}, while its updates use the gradients up. Call it in the first step "
@@ -119,7 +143,7 @@ void EarlyUpdates::gradient_comes(const TrainedPage& page) {
           "parameter '{}' got another gradient in one backward(), which it did not in the steps "
           "before, and its update may have begun; set early_updates to false for a model whose "
           "passes differ so",
-          page.page->name));
+          page.page->name()));
     }
   }
   require_no_window("another backward pass");
@@ -130,11 +154,22 @@ void EarlyUpdates::backward_ends() {
   if (pass_ == Pass::LastOpen) pass_ = Pass::LastOver;
 }
 
+void EarlyUpdates::backward_fails() {
+  const Lock lock(mutex_);
+  if (pass_ == Pass::LastOpen) pass_ = Pass::LastFailed;
+}
+
 void EarlyUpdates::step_waits(const std::vector<Optimizer>& rules) {
   const Lock lock(mutex_);
   in_step_ = true;
   if (mode_ == Mode::Never || pass_ == Pass::LastOver) return;
   scalars_ = std::make_shared<const optim::StepScalars>(optim::StepScalars{1, rules});
+}
+
+void EarlyUpdates::step_refused() {
+  const Lock lock(mutex_);
+  in_step_ = false;
+  if (begun_.empty()) held_back_ = true;
 }
 
 void EarlyUpdates::step_ends(bool clipped) {
@@ -188,7 +223,7 @@ void EarlyUpdates::answer(TrainedPage& page, bool yes) {
   beginning_(page);
   const Lock lock(mutex_);
   if (held_back_ || mode_ == Mode::Never || !pager_.supersede(*page.page)) return;
-  PAGODA_TRACE("engine", "update early", {"page", page.page->name});
+  PAGODA_TRACE("engine", "update early", {"page", page.page->name()});
   for (optim::TrainedParameter& parameter : page.parameters) parameter.used = parameter.filled;
   updater_.start_early(page, scalars_, mode_ == Mode::Reversible);
   begun_.push_back(&page);

@@ -9,6 +9,7 @@
 #include <string_view>
 #include <vector>
 
+#include "pagoda/base/ranked_mutex.h"
 #include "pagoda/optim/optimizer.h"
 #include "pagoda/optim/trained_page.h"
 #include "pagoda/optim/updater.h"
@@ -51,15 +52,25 @@ class EarlyUpdates {
   /// A gradient of the pass is about to be handed over. UserError if it must not come any more.
   void gradient_comes(const optim::TrainedPage& page);
   void backward_ends();
+  void backward_fails();
   /// The user does `what`, which changes what the step does, or looks at what an early update uses
   /// up. In the window a UserError, or, where updates can be rolled back, that. It must not have
   /// had an effect yet.
   void require_no_window(std::string_view what);
+  bool in_window() const;
+  /// The user writes to a trained parameter: the same, but for what its own pass does to it before
+  /// its gradient comes.
+  void require_may_write(const optim::TrainedPage& page);
+  /// What becomes of a write to a trained parameter that is found only later.
+  pager::RawWrites raw_writes() const;
   /// The user reads gradients, which early updates that cannot be rolled back have used up.
   void require_gradients(std::string_view what);
   /// step() waits for the gradients of all ranks: a rank without a last pass has the same updates
   /// as the others, with these rules.
   void step_waits(const std::vector<Optimizer>& rules);
+  /// It has thrown before it changed anything: the user can do something else now. What has begun
+  /// stays so; where nothing has, the window is open to everything.
+  void step_refused();
   /// The model has gone, with its updates and habits.
   void forget();
   /// step() has taken, or rolled back, what has begun. `clipped`: it did not take gradients as they
@@ -77,14 +88,14 @@ class EarlyUpdates {
 
  private:
   /// The pass under way, or the one that was.
-  enum class Pass : std::uint8_t { None, Open, LastOpen, LastOver };
+  enum class Pass : std::uint8_t { None, Open, LastOpen, LastFailed, LastOver };
   /// What is known of a page from the steps before.
   struct Habit {
     std::uint64_t first_gradient = 0;  // the step of its first gradient in a last pass
     std::uint64_t pass = 0;            // of its last gradient
     bool comes_twice = false;          // …in one pass
   };
-  using Lock = std::unique_lock<std::mutex>;
+  using Lock = RankedLock<LockRank::EarlyUpdates>;
 
   bool in_window(const Lock& lock) const noexcept;
   bool refuses(const Lock& lock) const noexcept;
@@ -98,7 +109,7 @@ class EarlyUpdates {
   optim::Updater& updater_;
   const Beginning beginning_;
 
-  mutable std::mutex mutex_;
+  mutable RankedMutex<LockRank::EarlyUpdates> mutex_;
   Mode mode_;                               // guarded by mutex_
   bool trusted_ = false;                    // guarded by mutex_: the last did not clip
   bool held_back_ = false;                  // guarded by mutex_: in this step none begins

@@ -24,7 +24,26 @@ std::string text_of(const std::exception_ptr& error) {
   }
 }
 
-/// What is told to other ranks and to later calls: the message without its source location.
+/// Whether the message says which ranks it is about. A lost connection does: the rank that noticed
+/// it is not the one that failed.
+bool tells_whole_story(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const RankFailed&) {
+    return true;
+  } catch (const Diverged&) {
+    return true;
+  } catch (const comm::PeerLost&) {
+    return true;
+  } catch (const comm::GroupAborted&) {
+    return true;
+  } catch (...) {
+    return false;
+  }
+}
+
+}  // namespace
+
 std::string message_of(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
@@ -40,21 +59,6 @@ std::string message_of(const std::exception_ptr& error) {
     return "unknown error";
   }
 }
-
-/// Whether the message says which ranks it is about.
-bool tells_whole_story(const std::exception_ptr& error) {
-  try {
-    std::rethrow_exception(error);
-  } catch (const RankFailed&) {
-    return true;
-  } catch (const Diverged&) {
-    return true;
-  } catch (...) {
-    return false;
-  }
-}
-
-}  // namespace
 
 Failure::Failure(comm::World& world, std::string engine)
     : world_(world), engine_(std::move(engine)) {}
@@ -146,12 +150,17 @@ bool Failure::await(std::chrono::duration<double> limit) const {
 
 /// What to say of a failure: where communication with another rank failed, that rank may know more.
 /// A rank says why before it closes anything.
-std::exception_ptr Failure::root_cause(std::exception_ptr error) const noexcept {
+std::exception_ptr Failure::root_cause(std::exception_ptr error) noexcept {
   int peer = -1;
+  bool refused = false;
   try {
     std::rethrow_exception(error);
-  } catch (const comm::PeerLost& lost) {
-    peer = lost.rank();
+  } catch (const comm::PeerLost& gone) {
+    peer = gone.rank();
+    lost(peer);
+  } catch (const comm::RemoteError& refusal) {  // by a rank that has failed, or for its own reason
+    peer = refusal.rank();
+    refused = true;
   } catch (const comm::GroupAborted&) {  // why is known to somebody else
   } catch (...) {
     return error;
@@ -159,15 +168,39 @@ std::exception_ptr Failure::root_cause(std::exception_ptr error) const noexcept 
   try {
     std::vector<int> ranks;
     if (peer >= 0) ranks.push_back(peer);
-    for (int rank = 0; rank < world_.size(); ++rank) {
+    for (int rank = 0; !refused && rank < world_.size(); ++rank) {
       if (rank != world_.rank() && rank != peer) ranks.push_back(rank);
     }
+    // What the lost rank says of itself; then what another has met; then what one has heard.
+    const auto told = [&](int rank, bool hearsay) -> std::exception_ptr {
+      const auto why = world_.get(key("failed", rank));
+      if (why.has_value() && !why->empty() && (why->front() == kHeard) != hearsay) return nullptr;
+      const auto fate = fate_of(rank);
+      return fate ? std::make_exception_ptr(RankFailed(*fate)) : nullptr;
+    };
+    if (peer >= 0) {
+      if (auto cause = told(peer, false)) return cause;
+    }
     for (const int rank : ranks) {
-      if (const auto fate = fate_of(rank)) return std::make_exception_ptr(RankFailed(*fate));
+      const auto why = world_.get(key("failed", rank));
+      if (why.has_value() && !why->empty() && why->front() == kOwn) return told(rank, false);
+    }
+    for (const int rank : ranks) {
+      if (auto cause = told(rank, true)) return cause;
     }
   } catch (const std::exception&) {  // the board is gone, too
   }
   return error;
+}
+
+void Failure::lost(int rank) noexcept {
+  try {
+    if (rank < 0 || fate_of(rank)) return;
+    int none = -1;
+    lost_.compare_exchange_strong(none, rank);
+    world_.lost(rank);
+  } catch (const std::exception&) {  // the board is gone: nobody waits for anybody
+  }
 }
 
 void Failure::post_end(std::string_view where) {
@@ -198,7 +231,7 @@ void Failure::await_heard(std::chrono::duration<double> limit) const noexcept {
   const Stopwatch watch;
   try {
     for (int rank = 0; rank < world_.size(); ++rank) {
-      if (rank == world_.rank()) continue;
+      if (rank == world_.rank() || rank == lost_.load()) continue;
       while (watch.seconds() < limit.count() && !fate_of(rank)) std::this_thread::sleep_for(kLook);
     }
   } catch (const std::exception& error) {  // the board is gone: so are the others

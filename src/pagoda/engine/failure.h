@@ -3,10 +3,8 @@
 
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <exception>
 #include <functional>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -14,6 +12,7 @@
 
 #include "pagoda/base/error.h"
 #include "pagoda/base/log.h"
+#include "pagoda/base/ranked_mutex.h"
 #include "pagoda/comm/world.h"
 
 namespace pagoda::engine {
@@ -29,6 +28,9 @@ class Diverged : public UserError {
  public:
   using UserError::UserError;
 };
+
+/// What is told to other ranks and to later calls: the message without its place in our sources.
+std::string message_of(const std::exception_ptr& error);
 
 /// The first error of one rank's engine, and those who must hear of it: whoever waits here, and the
 /// other ranks, through the board.
@@ -77,6 +79,9 @@ class Failure {
 
   /// This rank's engine has ended in good order, `where`: so the board says.
   void post_end(std::string_view where);
+  /// A rank cannot be reached: unless the board says why, its process is gone, and nothing that
+  /// ends here waits for it.
+  void lost(int rank) noexcept;
   /// What the board says of a rank that can no longer be reached: why it failed or where it ended.
   std::optional<std::string> fate_of(int rank) const;
   /// What to say of a rank: what the board says of it, or else `known`.
@@ -86,14 +91,15 @@ class Failure {
   void await_heard(std::chrono::duration<double> limit) const noexcept;
 
  private:
-  std::exception_ptr root_cause(std::exception_ptr error) const noexcept;
+  std::exception_ptr root_cause(std::exception_ptr error) noexcept;
   std::string key(std::string_view what, int rank) const;
 
   comm::World& world_;
   const std::string engine_;
   std::atomic<bool> failed_{false};
-  mutable std::mutex mutex_;
-  mutable std::condition_variable changed_;
+  std::atomic<int> lost_{-1};  // the first rank whose process is gone
+  mutable RankedMutex<LockRank::Failure> mutex_;
+  mutable Condition changed_;
   std::vector<Listener> listeners_;  // guarded by mutex_; fixed once there is an error
   std::exception_ptr error_;         // guarded by mutex_
   std::string why_;                  // guarded by mutex_

@@ -80,7 +80,7 @@ void Fit::check_device() const {
     if (state->placement == Placement::Device) placed += state->device_bytes();
   }
   // Operators need their pages there, whatever else is.
-  const bool all_there = parameters.placement == Placement::Device;
+  const bool all_there = parameters.placement == Placement::Device && whole_parameters;
   const Bytes page =
       all_there || largest_page_.bytes == 0 ? 0 : Tiers::device_bytes(largest_page_.bytes);
   if (largest_gradient_.bytes > options.gradient_staging) {
@@ -112,11 +112,11 @@ void Fit::check_device() const {
         format_bytes(device_), enough(page)));
   }
   throw UserError(fmt::format(
-      "the model's states do not fit on the device: {}; in blocks of {} B they take {} there{}, "
+      "{} states do not fit on the device: {}; in blocks of {} B they take {} there{}, "
       "and "
       "device_budget = {} has {} for pages: raise device_budget to at least {}, or place some of "
       "them on the host",
-      list(), Tiers::kDeviceBlock, format_bytes(placed),
+      whose, list(), Tiers::kDeviceBlock, format_bytes(placed),
       page == 0 ? ""
                 : fmt::format(" and the parameter '{}' {}", largest_page_.name, format_bytes(page)),
       format_bytes(options.device_budget), format_bytes(device_), enough(placed + page)));
@@ -187,7 +187,7 @@ void Fit::check() const {
   }
   if (host_alone) help.push_back("raise " + host_of(*host_alone));
   if (!tiers_.swaps()) help.emplace_back("set nvme to a directory");
-  throw UserError(fmt::format("the model's states do not fit: {}; {}: {}", list(),
+  throw UserError(fmt::format("{} states do not fit: {}; {}: {}", whose, list(),
                               fmt::join(has, ", "), fmt::join(help, " or ")));
 }
 

@@ -37,11 +37,15 @@ class Fit {
   void need_page(std::string_view name, Bytes bytes);
   void need_gradient(std::string_view name, Bytes bytes);
 
+  /// Whose states they are, as messages say it.
+  std::string_view whose = "the model's";
   StateNeed parameters{"parameters"};
   StateNeed gradients{"gradients"};
   StateNeed optimizer{"optimizer"};
   /// Gradients that wait for their turn, which go wherever there is room.
   StateNeed waiting{"gradients in wait"};
+  /// Whether a parameter is kept as it is, and not as one rank's shard of it.
+  bool whole_parameters = true;
 
   /// Whether all parameters have room on the device, beside what else is placed there.
   bool parameters_fit_on_device() const noexcept;

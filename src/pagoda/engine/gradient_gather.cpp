@@ -15,40 +15,47 @@ using optim::TrainedPage;
 using pager::Range;
 using Pages = std::span<const std::unique_ptr<TrainedPage>>;
 
-/// Every rank's sums of squares, page after page and in the order of the elements.
-std::vector<double> gather_squares(Pages pages, const pager::Sharding& sharding,
-                                   comm::Group* group) {
-  std::vector<double> mine;
-  for (const auto& page : pages) {
-    const std::size_t blocks = kernels::norm_blocks(page->reduced.size());
-    if (page->squares.empty()) {
-      mine.insert(mine.end(), blocks, 0.0);
-    } else {
-      mine.insert(mine.end(), page->squares.begin(), page->squares.end());
-    }
-  }
-  if (group == nullptr) return mine;
-  const auto ranks = static_cast<std::size_t>(group->size());
-  std::vector<std::vector<double>> all(ranks);
+/// The sums of squares that a rank keeps of all pages, page after page.
+using Squares = std::vector<double>;
+
+std::size_t blocks_of(const TrainedPage& page, const pager::Sharding& sharding, std::size_t rank) {
+  return kernels::norm_blocks(sharding.of(page.elements(), static_cast<int>(rank)).size());
+}
+
+/// Of every rank.
+std::vector<Squares> gather_squares(Pages pages, const pager::Sharding& sharding,
+                                    comm::Group& group) {
+  const auto ranks = static_cast<std::size_t>(group.size());
+  std::vector<Squares> all(ranks);
   std::vector<std::span<std::byte>> parts(ranks);
   for (std::size_t r = 0; r < ranks; ++r) {
     std::size_t blocks = 0;
-    for (const auto& page : pages) {
-      blocks += kernels::norm_blocks(sharding.of(page->elements(), static_cast<int>(r)).size());
-    }
+    for (const auto& page : pages) blocks += blocks_of(*page, sharding, r);
     all[r].resize(blocks);
     parts[r] = std::as_writable_bytes(std::span(all[r]));
   }
-  group->all_gather(std::as_bytes(std::span(mine)), parts);
-  std::vector<double> out;
-  std::vector<std::size_t> at(ranks);
+  const auto me = static_cast<std::size_t>(group.rank());
+  auto at = all[me].begin();
   for (const auto& page : pages) {
+    std::copy(page->squares.begin(), page->squares.end(), at);  // none: zeros
+    at += static_cast<std::ptrdiff_t>(blocks_of(*page, sharding, me));
+  }
+  group.all_gather(parts[me], parts);
+  return all;
+}
+
+/// The ranges of all ranks' shards that are gathered at a time: of no more elements than `most`.
+std::vector<std::vector<Range>> pieces(const TrainedPage& page, const pager::Sharding& sharding,
+                                       std::size_t ranks, std::uint64_t most) {
+  const std::uint64_t each = std::max<std::uint64_t>(1, most / ranks);
+  const std::uint64_t shard = sharding.of(page.elements(), 0).size();  // none has more
+  std::vector<std::vector<Range>> out;
+  for (std::uint64_t done = 0; done < shard; done += each) {
+    std::vector<Range>& ranges = out.emplace_back(ranks);
     for (std::size_t r = 0; r < ranks; ++r) {
-      const std::size_t blocks =
-          kernels::norm_blocks(sharding.of(page->elements(), static_cast<int>(r)).size());
-      const auto begin = all[r].begin() + static_cast<std::ptrdiff_t>(at[r]);
-      out.insert(out.end(), begin, begin + static_cast<std::ptrdiff_t>(blocks));
-      at[r] += blocks;
+      const Range of = sharding.of(page.elements(), static_cast<int>(r));
+      const std::uint64_t begin = std::min(of.end, of.begin + done);
+      ranges[r] = {begin, std::min(of.end, begin + each)};
     }
   }
   return out;
@@ -57,45 +64,69 @@ std::vector<double> gather_squares(Pages pages, const pager::Sharding& sharding,
 }  // namespace
 
 double gradient_norm(Pages pages, const pager::Sharding& sharding, comm::Group* group) {
-  const std::vector<double> squares = gather_squares(pages, sharding, group);
   double total = 0;
-  std::size_t at = 0;
+  if (group == nullptr) {
+    for (const auto& page : pages) total += kernels::add_in_order(page->squares);
+    return std::sqrt(total);
+  }
+  const std::vector<Squares> all = gather_squares(pages, sharding, *group);
+  std::vector<std::size_t> at(all.size());
   for (const auto& page : pages) {
-    const std::size_t blocks = kernels::norm_blocks(page->elements());
-    total += kernels::add_in_order(std::span(squares).subspan(at, blocks));
-    at += blocks;
+    double sum = 0;
+    for (std::size_t r = 0; r < all.size(); ++r) {  // in the order of the elements
+      const std::size_t blocks = blocks_of(*page, sharding, r);
+      sum = kernels::add_in_order(std::span(all[r]).subspan(at[r], blocks), sum);
+      at[r] += blocks;
+    }
+    total += sum;
   }
   return std::sqrt(total);
 }
 
 void gather_gradients(std::span<TrainedPage* const> pages, pager::Tiers& tiers,
-                      const pager::Sharding& sharding, Bytes bucket, comm::Group& group) {
+                      const pager::Sharding& sharding, std::span<std::byte> buffer,
+                      comm::Group& group) {
   const auto ranks = static_cast<std::size_t>(group.size());
+  const auto me = static_cast<std::size_t>(group.rank());
   for (TrainedPage* page : pages) {
     const Bytes size = kernels::element_size(page->gradient_dtype);
-    const Range own = page->reduced;
-    const std::uint64_t shard = sharding.of(page->elements(), 0).size();
-    const std::uint64_t most = std::max<std::uint64_t>(1, bucket / size / ranks);
-    for (std::uint64_t done = 0; done < shard; done += most) {
-      std::vector<std::vector<std::byte>> bytes(ranks);
+    const bool in_place = tiers.in_place(page->gradient);
+    for (const std::vector<Range>& ranges : pieces(*page, sharding, ranks, buffer.size() / size)) {
       std::vector<std::span<std::byte>> parts(ranks);
-      std::vector<Range> ranges(ranks);
+      Bytes used = 0;
       for (std::size_t r = 0; r < ranks; ++r) {
-        const Range of = sharding.of(page->elements(), static_cast<int>(r));
-        const std::uint64_t begin = std::min(of.end, of.begin + done);
-        ranges[r] = {begin, std::min(of.end, begin + most)};
-        bytes[r].resize(ranges[r].size() * size);
-        parts[r] = bytes[r];
+        const Bytes bytes = ranges[r].size() * size;
+        parts[r] = in_place ? std::span(page->gradient.data() + ranges[r].begin * size, bytes)
+                            : buffer.subspan(used, bytes);
+        used += bytes;
       }
-      const Range mine = ranges[static_cast<std::size_t>(group.rank())];
-      std::vector<std::byte>& buffer = bytes[static_cast<std::size_t>(group.rank())];
-      if (!own.empty()) tiers.read(page->gradient, mine.begin * size, buffer);
-      group.all_gather(buffer, parts);
-      for (std::size_t r = 0; r < ranks; ++r) {
-        if (static_cast<int>(r) == group.rank()) continue;
-        tiers.write(page->gradient, ranges[r].begin * size, bytes[r]);
+      const bool has_part = !ranges[me].empty();
+      if (!in_place && has_part) tiers.read(page->gradient, ranges[me].begin * size, parts[me]);
+      group.all_gather(parts[me], parts);
+      for (std::size_t r = 0; !in_place && r < ranks; ++r) {
+        if (r == me || ranges[r].empty()) continue;
+        tiers.write(page->gradient, ranges[r].begin * size, parts[r]);
       }
     }
+  }
+}
+
+void gather_values(const TrainedPage& page, optim::Gradients& gradients,
+                   const pager::Sharding& sharding, Bytes piece, std::span<float> to,
+                   comm::Group& group) {
+  const auto ranks = static_cast<std::size_t>(group.size());
+  const auto me = static_cast<std::size_t>(group.rank());
+  std::vector<float> unseen(to.empty() ? std::min(page.elements(), piece / sizeof(float)) : 0);
+  for (const std::vector<Range>& ranges : pieces(page, sharding, ranks, piece / sizeof(float))) {
+    std::vector<std::span<float>> parts(ranks);
+    for (std::size_t r = 0, used = 0; r < ranks; used += ranges[r++].size()) {
+      parts[r] = to.empty() ? std::span(unseen).subspan(used, ranges[r].size())
+                            : to.subspan(ranges[r].begin, ranges[r].size());
+    }
+    if (!ranges[me].empty()) gradients.read(page, ranges[me].begin, parts[me]);
+    std::vector<std::span<std::byte>> bytes;
+    for (const std::span<float> part : parts) bytes.push_back(std::as_writable_bytes(part));
+    group.all_gather(bytes[me], bytes);
   }
 }
 

@@ -29,19 +29,16 @@ Range whole(const Page& page) {
 }  // namespace
 
 void InitialValues::compare(std::span<Page* const> pages, std::span<BufferSpec const> buffers,
-                            Bytes staging) {
+                            Bytes piece) {
   PAGODA_TRACE("engine", "compare initial values");
   pages_.assign(pages.begin(), pages.end());
   buffers_ = buffers;
-  // A checksum over pieces depends on their size: all ranks use the smallest.
-  std::uint64_t larger = ~std::uint64_t{staging};
-  group_.all_reduce_max({&larger, 1});
-  piece_ = ~larger;
+  piece_ = piece;
   std::vector<std::uint64_t> sums;
   std::vector<bool> here;
   for (Page* page : pages_) {
     std::uint64_t sum = 0;
-    here.push_back(page->whole_home());
+    here.push_back(pager::Pager::home_range(*page).size() == page->elements);
     if (here.back()) {
       pager_.read_home(*page, whole(*page), piece_,
                        [&](auto bytes) { sum = add_checksum(sum, bytes); });
@@ -65,7 +62,7 @@ void InitialValues::compare(std::span<Page* const> pages, std::span<BufferSpec c
       if (state(rank, i) != State::Differs) continue;
       ++(i < pages_.size() ? parameters : others);
       if (first.empty())
-        first = i < pages_.size() ? pages_[i]->name : buffers_[i - pages_.size()].name;
+        first = i < pages_.size() ? pages_[i]->name() : buffers_[i - pages_.size()].name;
     }
     if (parameters + others == 0 || !text_.empty()) continue;
     text_ = fmt::format(
@@ -128,13 +125,13 @@ void InitialValues::send_page(std::size_t index, bool shards) {
   }
   if (group_.rank() != 0) {
     if (state(group_.rank(), index) != State::Differs) return;
-    PAGODA_TRACE("engine", "receive initial values", {"page", page.name});
+    PAGODA_TRACE("engine", "receive initial values", {"page", page.name()});
     pager_.write_home(page, piece_,
                       [&](std::span<std::byte> bytes) { group_.recv(0, kPieceTag, bytes); });
     return;
   }
   if (to.empty()) return;
-  PAGODA_TRACE("engine", "send initial values", {"page", page.name});
+  PAGODA_TRACE("engine", "send initial values", {"page", page.name()});
   const auto send_range = [&](Range range, std::span<const int> ranks) {
     pager_.read_home(page, range, piece_, [&](std::span<const std::byte> bytes) {
       std::vector<comm::Transfer> transfers;

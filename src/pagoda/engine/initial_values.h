@@ -31,9 +31,9 @@ class InitialValues {
   InitialValues(comm::Group& group, pager::Pager& pager) : group_(group), pager_(pager) {}
 
   /// Homes have the pages as a whole. Pages of which some rank has a part only are left out: the
-  /// ranks have been through this.
+  /// ranks have been through this. Checksums are of `piece` bytes, the same on all ranks.
   void compare(std::span<pager::Page* const> pages, std::span<BufferSpec const> buffers,
-               Bytes staging);
+               Bytes piece);
   /// Parameters and buffers that differ on some rank.
   std::size_t differing() const noexcept { return differing_; }
   /// "in 3 of 8 parameters and 1 of 2 buffers on rank 1, '0.weight' first"

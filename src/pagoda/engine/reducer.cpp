@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <numeric>
 #include <utility>
 
 #include "pagoda/base/error.h"
@@ -14,13 +13,6 @@ namespace {
 
 using optim::TrainedPage;
 using pager::Range;
-
-constexpr Bytes kAlignment = 64;   // of every part of a message
-constexpr Bytes kParking = 1_MiB;  // at a time, of a gradient that waits on disk
-
-Bytes flag_bytes(const TrainedPage& page) {
-  return align_up((page.parameters.size() + 1 + 7) / 8, kAlignment);
-}
 
 // A message's flags for a page: for each parameter, whether a gradient follows; after those,
 // whether the page may be updated before step().
@@ -46,6 +38,20 @@ void read_flags(const std::byte* from, std::vector<bool>& present, bool& any) {
   }
 }
 
+/// Which parameters the contribution has a gradient of, those left out that are frozen.
+std::vector<bool> trained_ones(const Contribution& contribution) {
+  std::vector<bool> out = contribution.present;
+  for (std::size_t i = 0; i < out.size(); ++i) {
+    if (contribution.page->parameters[i].frozen) out[i] = false;
+  }
+  return out;
+}
+
+bool is_trained(const Contribution& contribution) {
+  const std::vector<bool> trained = trained_ones(contribution);
+  return std::find(trained.begin(), trained.end(), true) != trained.end();
+}
+
 bool in_backward(const Collective& rank) {
   return rank.call == Call::Backward;
 }
@@ -53,12 +59,14 @@ bool in_backward(const Collective& rank) {
 }  // namespace
 
 Reducer::Reducer(Groups groups, pager::Pager& pager, optim::Gradients& gradients,
-                 optim::Updater& updater, EarlyUpdates& early, Options options)
+                 optim::Updater& updater, EarlyUpdates& early, FrozenParameters& frozen,
+                 Options options)
     : groups_(groups),
       pager_(pager),
       gradients_(gradients),
       updater_(updater),
       early_(early),
+      frozen_(frozen),
       options_(std::move(options)),
       ranks_(groups.calls == nullptr ? 1 : groups.calls->size()),
       rank_(groups.calls == nullptr ? 0 : groups.calls->rank()),
@@ -79,116 +87,53 @@ Reducer::~Reducer() {
   thread_.join();
 }
 
+void Reducer::set_pages(std::size_t count) {
+  const Lock lock(mutex_);
+  pages_ = count;
+  arrival_order_.clear();
+}
+
 void Reducer::set_order(std::vector<TrainedPage*> order) {
   const Lock lock(mutex_);
   PAGODA_CHECK(rounds_.empty(), "the order of gradients changes while some are on their way");
-  Plan plan = make_plan(order);
   order_ = std::move(order);
-  buckets_ = std::move(plan.buckets);
-  take_buffers(plan.message, lock);
-}
-
-/// Cuts the round into buckets: whole shards of small pages together, large ones in pieces.
-Reducer::Plan Reducer::make_plan(std::span<TrainedPage* const> order) const {
-  Plan plan;
-  std::vector<Item> bucket;
-  std::vector<Bytes> sizes;  // of all items
-  Bytes filled = 0;
-  Bytes flags = 0;
-  for (TrainedPage* page : order) {
-    const std::uint64_t shard = pager_.sharding().of(page->elements(), 0).size();
-    const Bytes size = page->page->element_size;
-    flags = std::max(flags, flag_bytes(*page));
-    const std::uint64_t most = std::max<std::uint64_t>(
-        pager::Sharding::kBlock, options_.bucket / (size * static_cast<Bytes>(ranks_)) /
-                                     pager::Sharding::kBlock * pager::Sharding::kBlock);
-    std::uint64_t done = 0;
-    do {
-      const std::uint64_t count = std::min(most, shard - done);
-      const Bytes bytes = count * size * static_cast<Bytes>(ranks_);
-      if (filled + bytes > options_.bucket && !bucket.empty()) {
-        plan.buckets.push_back(std::exchange(bucket, {}));
-        filled = 0;
-      }
-      bucket.push_back({page, done, count, done + count == shard});
-      sizes.push_back(bytes);
-      filled += bytes;
-      done += count;
-    } while (done < shard);
-  }
-  if (!bucket.empty()) plan.buckets.push_back(std::move(bucket));
-  // One rank alone needs no messages; a GPU's gradients still need a place to arrive at.
-  const bool staged = ranks_ > 1 || !pager_.tiers().device_is_host();
-  if (!staged || sizes.empty()) return plan;
-  // Whatever the order, a bucket is no larger than this: the buffers are taken once, at attach.
-  std::sort(sizes.begin(), sizes.end());
-  const Bytes data = std::max(options_.bucket, sizes.back());
-  Bytes items = 0;
-  Bytes sum = 0;
-  for (const Bytes bytes : sizes) {
-    sum += bytes;
-    ++items;
-    if (sum > options_.bucket) break;
-  }
-  const Bytes all = std::accumulate(sizes.begin(), sizes.end(), Bytes{0});
-  // At least a block of elements: run_alone() takes whole blocks at a time.
-  plan.message = std::max<Bytes>(
-      pager::Sharding::kBlock * sizeof(float),
-      std::min(data, all) + items * static_cast<Bytes>(ranks_) * (flags + kAlignment));
-  return plan;
-}
-
-/// What buffers of that many bytes take: one for each way.
-Bytes Reducer::buffers_for(Bytes message) const {
-  const bool parks = ranks_ > 1 && !pager_.tiers().device_is_host();
-  return message == 0 ? 0 : (ranks_ > 1 ? 2 : 1) * message + (parks ? kParking : 0);
-}
-
-Bytes Reducer::host_bytes(std::span<TrainedPage* const> order) const {
-  const Bytes wanted = buffers_for(make_plan(order).message);
-  const Bytes taken = buffers_for(buffer_bytes_);
-  return wanted - std::min(wanted, taken);
-}
-
-void Reducer::take_buffers(Bytes message, const Lock& /*lock*/) {
-  if (message <= buffer_bytes_) return;
-  buffer_bytes_ = 0;
-  outgoing_ = {};
-  incoming_ = {};
-  pager::HostMemory& host = pager_.tiers().host();
-  outgoing_ = host.allocate(message, pager::tag::kStaging, "gradients out");
-  if (ranks_ > 1) incoming_ = host.allocate(message, pager::tag::kStaging, "gradients in");
-  if (ranks_ > 1 && !pager_.tiers().device_is_host() && parking_.data() == nullptr) {
-    parking_ = host.allocate(kParking, pager::tag::kStaging, "parked gradients");
-  }
-  buffer_bytes_ = message;
+  if (order_.empty()) buffers_ = {};  // a model that goes, or is not attached, leaves nothing
+  use_plan(make_plan(order_), lock);
 }
 
 void Reducer::begin(bool last) {
   const Lock lock(mutex_);
-  if (!rounds_.empty() && !rounds_.back()->over) return;
-  rounds_.push_back(std::make_unique<Round>());
-  rounds_.back()->arrived.resize(order_.size());
-  rounds_.back()->last = last;
+  if (!rounds_.empty()) rounds_.back()->over = true;
+  new_round(lock).last = last;
+}
+
+Reducer::Round& Reducer::new_round(const Lock& /*lock*/) {
+  Round& round = *rounds_.emplace_back(std::make_shared<Round>());
+  round.arrived.resize(pages_);
+  round.thawed = frozen_.thawed();
   changed_.notify_all();
+  return round;
 }
 
 void Reducer::push(Contribution contribution) {
+  require_may_wait();
   const std::uint32_t number = contribution.page->number;
   const Bytes bytes = contribution.page->page->bytes();
   Lock lock(mutex_);
   if (error_ != nullptr) std::rethrow_exception(error_);
-  const bool open = !rounds_.empty() && !rounds_.back()->over;
-  if (open && rounds_.back()->arrived[number]) rounds_.back()->over = true;
-  if (!open || rounds_.back()->over) {
-    rounds_.push_back(std::make_unique<Round>());
-    rounds_.back()->arrived.resize(order_.size());
+  if (!rounds_.empty() && !rounds_.back()->over) {
+    // The page's next micro-batch, or one that has thawed something since a pass that failed.
+    Round& last = *rounds_.back();
+    last.over = last.arrived[number].has_value() || last.thawed != frozen_.thawed();
   }
-  Round& round = *rounds_.back();
+  if (rounds_.empty() || rounds_.back()->over) new_round(lock);
+  // It may be over and gone while this waits, where nobody adds the contribution up.
+  const std::shared_ptr<Round> round = rounds_.back();
   Arrival arrival{std::move(contribution), {}};
+  const auto refused = [&] { return round->opened && !is_trained(arrival.contribution); };
   bool parked = false;
   const Stopwatch watch;
-  while (on_device_ > 0 && on_device_ + bytes > options_.device_limit) {
+  while (!refused() && on_device_ > 0 && on_device_ + bytes > options_.device_limit) {
     if (wants_local_) {
       // The thread waits for a gradient that comes after this one: waiting for it would be forever.
       ++stats_.parked;
@@ -200,15 +145,16 @@ void Reducer::push(Contribution contribution) {
     }
     changed_.wait(lock, [&] {
       return error_ != nullptr || wants_local_ || on_device_ == 0 ||
-             on_device_ + bytes <= options_.device_limit;
+             on_device_ + bytes <= options_.device_limit || refused();
     });
     if (error_ != nullptr) std::rethrow_exception(error_);
   }
   stats_.push_stall += watch.elapsed_ns();
+  if (refused()) return;
   if (!parked) on_device_ += bytes;
   ++stats_.contributions;
-  round.order.push_back(number);
-  round.arrived[number] = std::move(arrival);
+  round->order.push_back(number);
+  round->arrived[number] = std::move(arrival);
   changed_.notify_all();
 }
 
@@ -216,9 +162,9 @@ void Reducer::push(Contribution contribution) {
 void Reducer::park(Arrival& arrival) {
   pager::Tiers& tiers = pager_.tiers();
   const TrainedPage& page = *arrival.contribution.page;
-  PAGODA_TRACE("gradients", "park", {"page", page.page->name});
+  PAGODA_TRACE("gradients", "park", {"page", page.page->name()});
   arrival.parked = tiers.allocate(page.page->bytes(), pager::Placement::Auto, pager::tag::kStaging,
-                                  page.page->name);
+                                  page.page->name());
   if (arrival.contribution.ready.event != nullptr) arrival.contribution.ready.event->wait();
   if (tiers.device_is_host()) {
     tiers.write(arrival.parked, 0, {arrival.contribution.data, page.page->bytes()});
@@ -230,7 +176,7 @@ void Reducer::park(Arrival& arrival) {
       const Bytes piece = std::min(most, page.page->bytes() - done);
       std::byte* to = in_memory ? arrival.parked.data() : parking_.data();
       park_stream_->copy_async(to, arrival.contribution.data + done, piece,
-                               device::Direction::DeviceToHost, page.page->name);
+                               device::Direction::DeviceToHost, page.page->name());
       park_stream_->synchronize();
       if (!in_memory) tiers.write(arrival.parked, done, {to, piece});
       done += piece;
@@ -264,6 +210,11 @@ void Reducer::announce(Collective mine) {
 bool Reducer::met() const {
   const Lock lock(mutex_);
   return !call_ || error_ != nullptr;
+}
+
+bool Reducer::thaw_news() const {
+  const Lock lock(mutex_);
+  return thaw_news_;
 }
 
 Nanos Reducer::waiting() const noexcept {
@@ -308,20 +259,33 @@ void Reducer::run() {
       }
       // A round begins where any rank has a micro-batch; a call, where none has.
       Round* round = rounds_.empty() ? nullptr : rounds_.front().get();
-      const Collective mine = round != nullptr ? options_.in_backward() : *call_;
+      Collective mine = round != nullptr ? options_.in_backward() : *call_;
+      mine.thawed = round != nullptr ? !round->thawed.empty() : frozen_.news();
       lock.unlock();
       std::vector<Collective> all;
       with_others([&] { all = engine::exchange(*groups_.calls, mine); });
       const bool none = std::none_of(all.begin(), all.end(), in_backward);
       if (none) (void)call_of_all(all);
+      const bool thawed =
+          std::any_of(all.begin(), all.end(), [](const Collective& one) { return one.thawed; });
+      // Where ranks have written to different parameters step() may be refused, and they to write.
+      const bool apart = std::any_of(all.begin(), all.end(), [&](const Collective& one) {
+        return one.writes != all[0].writes;
+      });
       lock.lock();
       if (none) {
+        thaw_news_ = thawed;
         met_ = std::move(all);
         call_.reset();
         changed_.notify_all();
         continue;
       }
-      may_begin_ = allows_early(mine, all);
+      may_begin_ = !apart && allows_early(mine, all);
+      if (thawed) admit(round, lock);
+      if (round != nullptr) {
+        round->opened = true;
+        changed_.notify_all();
+      }
       run_round(round, lock);
       if (round != nullptr) {
         if (round->order.size() >= arrival_order_.size()) arrival_order_ = round->order;
@@ -360,15 +324,40 @@ bool Reducer::allows_early(const Collective& mine, std::span<const Collective> a
   });
 }
 
+/// What is thawed on any rank is part of rounds from this one on, if all ranks have room for it.
+/// Gradients of what is not are dropped.
+void Reducer::admit(Round* round, Lock& lock) {
+  const FrozenSet thawed = round != nullptr ? round->thawed : FrozenSet{};
+  lock.unlock();
+  std::vector<TrainedPage*> joined;
+  with_others(
+      [&] { joined = frozen_.admit(thawed, FrozenParameters::Asking::Round, groups_.calls); });
+  lock.lock();
+  order_.insert(order_.end(), joined.begin(), joined.end());
+  use_plan(make_plan(order_), lock);
+  if (round == nullptr) return;
+  for (auto& arrival : round->arrived) {
+    if (!arrival || is_trained(arrival->contribution)) continue;
+    release(*arrival, lock);
+    arrival.reset();
+  }
+}
+
 /// Without other ranks, gradients are added as they come.
 void Reducer::run_alone(Lock& lock) {
   if (rounds_.empty()) {
+    thaw_news_ = frozen_.news();
     met_ = {*call_};
     call_.reset();
     changed_.notify_all();
     return;
   }
   Round& round = *rounds_.front();
+  if (!round.opened) {
+    if (!round.thawed.empty()) admit(&round, lock);
+    round.opened = true;
+    changed_.notify_all();
+  }
   if (round.taken == round.order.size()) {
     if (round.over) {
       if (round.order.size() >= arrival_order_.size()) arrival_order_ = round.order;
@@ -381,9 +370,12 @@ void Reducer::run_alone(Lock& lock) {
     });
     return;
   }
-  Arrival& arrival = *round.arrived[round.order[round.taken++]];
+  auto& arrived = round.arrived[round.order[round.taken++]];
+  if (!arrived) return;  // dropped
+  Arrival& arrival = *arrived;
   lock.unlock();
   TrainedPage& page = *arrival.contribution.page;
+  arrival.contribution.present = trained_ones(arrival.contribution);
   early_.before_add(page);
   updater_.await_part(*page.page);
   const std::byte* direct = in_host_memory(arrival);
@@ -398,12 +390,12 @@ void Reducer::run_alone(Lock& lock) {
   } else {
     const Bytes size = page.page->element_size;
     const std::uint64_t most =
-        buffer_bytes_ / size / pager::Sharding::kBlock * pager::Sharding::kBlock;
+        buffers_.message / size / pager::Sharding::kBlock * pager::Sharding::kBlock;
     for (std::uint64_t done = 0; done < page.elements();) {
       const std::uint64_t count = std::min(most, page.elements() - done);
-      read_contribution(arrival, {done, done + count}, outgoing_.data());
+      read_contribution(arrival, {done, done + count}, buffers_.outgoing.data());
       stream_->synchronize();
-      const std::byte* staged = outgoing_.data();
+      const std::byte* staged = buffers_.outgoing.data();
       gradients_.add(page, done, count, {&staged, 1}, arrival.contribution.present);
       done += count;
     }
@@ -460,8 +452,8 @@ void Reducer::exchange(std::span<const Item> bucket, Round* round) {
   const auto ranks = static_cast<std::size_t>(ranks_);
   std::vector<std::span<const std::byte>> to(ranks);
   std::vector<std::span<std::byte>> from(ranks);
-  std::byte* out = outgoing_.data();
-  std::byte* in = incoming_.data();
+  std::byte* out = buffers_.outgoing.data();
+  std::byte* in = buffers_.incoming.data();
   const Bytes own_bytes = message_bytes(bucket, rank_);
   const std::byte* own = nullptr;
   Bytes sent = 0;
@@ -482,7 +474,7 @@ void Reducer::exchange(std::span<const Item> bucket, Round* round) {
       std::byte* data = out + flag_bytes(page);
       const auto* arrival = round == nullptr ? nullptr : &round->arrived[page.number];
       if (arrival != nullptr && arrival->has_value()) {
-        write_flags((*arrival)->contribution.present, out);
+        write_flags(trained_ones((*arrival)->contribution), out);
         read_contribution(**arrival, range, data);
       } else {
         std::memset(data, 0, bytes);
@@ -537,7 +529,7 @@ void Reducer::exchange(std::span<const Item> bucket, Round* round) {
 
 /// Whether this rank has nothing against an update of the page at the end of this round.
 bool Reducer::ask(TrainedPage& page, const Round* round) {
-  if (!may_begin_ || (round != nullptr && !round->last)) return false;
+  if (!may_begin_ || page.joining || (round != nullptr && !round->last)) return false;
   return early_.ask(page, round != nullptr && round->arrived[page.number].has_value());
 }
 
@@ -556,7 +548,7 @@ void Reducer::read_contribution(const Arrival& arrival, Range range, std::byte* 
   }
   if (arrival.contribution.ready.event != nullptr) stream_->wait(*arrival.contribution.ready.event);
   stream_->copy_async(to, arrival.contribution.data + range.begin * size, range.size() * size,
-                      device::Direction::DeviceToHost, arrival.contribution.page->page->name);
+                      device::Direction::DeviceToHost, arrival.contribution.page->page->name());
   const Lock lock(mutex_);
   stats_.device_to_host += range.size() * size;
 }

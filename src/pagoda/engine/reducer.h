@@ -2,7 +2,6 @@
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <deque>
 #include <exception>
 #include <functional>
@@ -12,9 +11,11 @@
 #include <thread>
 #include <vector>
 
+#include "pagoda/base/ranked_mutex.h"
 #include "pagoda/comm/group.h"
 #include "pagoda/engine/collective.h"
 #include "pagoda/engine/early_updates.h"
+#include "pagoda/engine/frozen_parameters.h"
 #include "pagoda/optim/gradients.h"
 #include "pagoda/optim/trained_page.h"
 #include "pagoda/optim/updater.h"
@@ -29,6 +30,7 @@ struct Contribution {
   const std::byte* data = nullptr;  // the whole page, in its type and layout
   std::shared_ptr<void> keep;       // what `data` lives in
   device::Mark ready;               // on the device's stream; empty: ready now
+  bool late = false;                // comes after its pass: thawed while that was under way
 };
 
 struct ReducerStats {
@@ -67,16 +69,22 @@ class Reducer {
   };
 
   Reducer(Groups groups, pager::Pager& pager, optim::Gradients& gradients, optim::Updater& updater,
-          EarlyUpdates& early, Options options);
+          EarlyUpdates& early, FrozenParameters& frozen, Options options);
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
   ~Reducer();
 
+  /// Gradients come of pages whose numbers are below `count`, frozen ones included.
+  void set_pages(std::size_t count);
   /// The pages of a round in the order in which the ranks go through them: the same everywhere. Not
   /// while a round is open.
   void set_order(std::vector<optim::TrainedPage*> order);
   /// Host memory that set_order() with these pages would take, beyond what it has taken before.
   Bytes host_bytes(std::span<optim::TrainedPage* const> order) const;
+  /// The same for rounds that go through these pages, too.
+  Bytes host_bytes_with(std::span<optim::TrainedPage* const> pages) const;
+  /// Takes buffers for rounds that go through these pages, too; set_order() uses them.
+  void make_room_for(std::span<optim::TrainedPage* const> pages);
 
   /// A micro-batch's gradients begin to come; `last`: of the step. Optional: push() begins a round
   /// by itself.
@@ -93,6 +101,8 @@ class Reducer {
   void announce(Collective mine);
   /// Whether all ranks have met since announce(), or never will.
   bool met() const;
+  /// What meet() has heard: whether anything is thawed on any rank.
+  bool thaw_news() const;
   /// For how long the thread has waited for other ranks.
   Nanos waiting() const noexcept;
 
@@ -102,6 +112,9 @@ class Reducer {
   ReducerStats stats() const;
 
  private:
+  static constexpr Bytes kAlignment = 64;   // of every part of a message
+  static constexpr Bytes kParking = 1_MiB;  // at a time, of a gradient that waits on disk
+
   struct Arrival {
     Contribution contribution;
     pager::Home parked;  // holds the bytes, when the device had no room for them
@@ -110,6 +123,8 @@ class Reducer {
     std::vector<std::optional<Arrival>> arrived;  // by page number
     std::vector<std::uint32_t> order;             // as they came
     std::size_t taken = 0;                        // of `order`, by the thread of a single rank
+    FrozenSet thawed;                             // on this rank, when it began
+    bool opened = false;                          // …and all ranks have heard of that
     bool over = false;
     bool last = false;  // of the step, on this rank
   };
@@ -124,7 +139,12 @@ class Reducer {
     std::vector<std::vector<Item>> buckets;
     Bytes message = 0;  // the most that goes one way at a time; 0: no buffers are needed
   };
-  using Lock = std::unique_lock<std::mutex>;
+  struct Buffers {
+    pager::HostBlock outgoing;
+    pager::HostBlock incoming;
+    Bytes message = 0;
+  };
+  using Lock = RankedLock<LockRank::Reducer>;
 
   void run();
   void run_alone(Lock& lock);
@@ -137,9 +157,14 @@ class Reducer {
   bool ask(optim::TrainedPage& page, const Round* round);
   void release(Arrival& arrival, const Lock& lock);
   void park(Arrival& arrival);
+  static Bytes flag_bytes(const optim::TrainedPage& page);
   Plan make_plan(std::span<optim::TrainedPage* const> order) const;
   Bytes buffers_for(Bytes message) const;
-  void take_buffers(Bytes message, const Lock& lock);
+  Plan plan_with(std::span<optim::TrainedPage* const> pages) const;
+  Buffers take_buffers(Bytes message);
+  void use_plan(Plan plan, const Lock& lock);
+  Round& new_round(const Lock& lock);
+  void admit(Round* round, Lock& lock);
 
   template <class Work>
   void with_others(const Work& work);
@@ -150,20 +175,23 @@ class Reducer {
   optim::Gradients& gradients_;
   optim::Updater& updater_;
   EarlyUpdates& early_;
+  FrozenParameters& frozen_;
   const Options options_;
   const int ranks_;
   const int rank_;
 
-  mutable std::mutex mutex_;
-  std::condition_variable changed_;
+  mutable RankedMutex<LockRank::Reducer> mutex_;
+  Condition changed_;
+  std::size_t pages_ = 0;                      // guarded by mutex_
   std::vector<optim::TrainedPage*> order_;     // guarded by mutex_
   std::vector<std::vector<Item>> buckets_;     // guarded by mutex_, fixed while a round runs
-  std::deque<std::unique_ptr<Round>> rounds_;  // guarded by mutex_
+  std::deque<std::shared_ptr<Round>> rounds_;  // guarded by mutex_
   std::vector<std::uint32_t> arrival_order_;   // guarded by mutex_
   Bytes on_device_ = 0;                        // guarded by mutex_
   bool wants_local_ = false;  // guarded by mutex_: the thread waits for a gradient of this rank
   std::optional<Collective> call_;  // guarded by mutex_: that this rank is in and has not met in
   std::vector<Collective> met_;     // guarded by mutex_: in its last call
+  bool thaw_news_ = false;          // guarded by mutex_: …on some rank
   bool stopping_ = false;           // guarded by mutex_
   std::exception_ptr error_;        // guarded by mutex_
   ReducerStats stats_;              // guarded by mutex_
@@ -172,12 +200,11 @@ class Reducer {
   bool may_begin_ = true;  // the thread's own: updates of this round may begin before step()
 
   std::shared_ptr<device::Stream> stream_;
-  std::mutex park_mutex_;                        // one gradient is parked at a time
+  RankedMutex<LockRank::Parking> park_mutex_;    // one gradient is parked at a time
   std::shared_ptr<device::Stream> park_stream_;  // guarded by park_mutex_
   pager::HostBlock parking_;                     // guarded by park_mutex_; for what goes to disk
-  pager::HostBlock outgoing_;
-  pager::HostBlock incoming_;
-  Bytes buffer_bytes_ = 0;
+  Buffers buffers_;
+  Buffers next_buffers_;  // guarded by mutex_: taken ahead, for pages that may join
   std::jthread thread_;
 };
 

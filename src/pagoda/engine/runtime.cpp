@@ -5,6 +5,8 @@
 #include <thread>
 #include <utility>
 
+#include <malloc.h>
+
 #include "pagoda/base/error.h"
 #include "pagoda/base/log.h"
 #include "pagoda/base/trace.h"
@@ -12,8 +14,8 @@
 #include "pagoda/engine/backend.h"
 #include "pagoda/engine/gradient_gather.h"
 #include "pagoda/engine/host_need.h"
+#include "pagoda/engine/user_writes.h"
 #include "pagoda/io/checksum.h"
-#include "pagoda/kernels/gradient_norm.h"
 
 namespace pagoda::engine {
 namespace {
@@ -46,19 +48,17 @@ optim::LossScale::Options loss_scale_options(const Config& config) {
 
 Runtime::Runtime(const Config& config, std::shared_ptr<comm::World> world)
     : config_(config),
-      world_(std::move(world)),
-      number_(world_->next_number()),
-      failure_(*world_, name()),
+      ranks_(std::move(world)),
       scale_(loss_scale_options(config)),
-      trace_(config.trace, config.trace_steps, world_->rank(), world_->size()) {
+      trace_(config.trace, config.trace_steps, rank(), ranks()) {
   try {
     build();
     if (!alone()) watch_others();
-  } catch (const std::exception& error) {
+  } catch (...) {
     if (!alone()) {  // the others may be waiting for this rank to connect, or to say something
+      const std::string why = message_of(std::current_exception());
       fail(std::current_exception(), log::Level::Debug);
-      world_->give_up(error.what());
-      comm::Watch::fail(*world_, name(), error.what());
+      ranks_.give_up(why);
     }
     throw;
   }
@@ -68,7 +68,7 @@ void Runtime::build() {
   config_.validate();
   const auto on_failure = [this](std::exception_ptr error) { fail(std::move(error)); };
   device_ = make_device(config_);
-  tiers_ = make_tiers(config_, device_, world_->size());
+  tiers_ = make_tiers(config_, device_, ranks());
   if (config_.activation_reserve > 0) {
     left_free_ =
         tiers_->budget(Tier::Host).reserve(config_.activation_reserve, "activation_reserve");
@@ -77,8 +77,8 @@ void Runtime::build() {
   pages.fetch_threads = config_.fetch_threads;
   pages.staging = config_.staging;
   pages.least_lookup = device_->reads_pinned_memory() ? config_.lookup_in_place : 0;
-  pages.rank = world_->rank();
-  pages.sharding = {world_->size()};
+  pages.rank = rank();
+  pages.sharding = {ranks()};
   pages.dropped_wait = config_.dropped_wait;
   if (!config_.pin_advice.empty()) pages.pin_advice = config_.pin_advice;
   pager_ = std::make_unique<pager::Pager>(*tiers_, pages);
@@ -95,16 +95,16 @@ void Runtime::build() {
   updates.moments =
       config_.moments == MomentType::Bf16 ? kernels::Dtype::BF16 : kernels::Dtype::F32;
   updates.chunk = align_up(config_.update_chunk / sizeof(float), pager::Sharding::kBlock);
-  updates.buffers = update_buffers(config_, device_->kind(), world_->size());
+  updates.buffers = update_buffers(config_, device_->kind(), ranks());
   updates.seed = config_.seed;
   updates.on_failure = on_failure;
   updater_ = std::make_unique<optim::Updater>(*pager_, *pool_, updates);
   failure_.listen([this](const auto& error, const auto&) { updater_->fail(error); });
   pager_->set_debts(updater_.get());
+  placer_ = std::make_unique<StatePlacer>(config_, *pager_, *updater_, rules_, ranks());
 
   optim::Gradients::Options sums;
-  sums.scale =
-      config_.reduction == Reduction::Sum ? 1.0F : 1.0F / static_cast<float>(world_->size());
+  sums.scale = config_.reduction == Reduction::Sum ? 1.0F : 1.0F / static_cast<float>(ranks());
   sums.squares = config_.clip > 0 || scales_loss();
   sums.staging = config_.staging;
   gradients_ = std::make_unique<optim::Gradients>(*tiers_, *pool_, sums);
@@ -114,7 +114,8 @@ void Runtime::build() {
       std::make_unique<EarlyUpdates>(*pager_, *updater_, early_mode(), [this](TrainedPage& page) {
         TrainedPage* const one = &page;
         if (config_.zero == 0 && !alone()) {
-          gather_gradients({&one, 1}, *tiers_, pager_->sharding(), config_.bucket, *reduce_group_);
+          gather_gradients({&one, 1}, *tiers_, pager_->sharding(), gather_buffer(),
+                           *ranks_.gradients());
           page.gathered = true;
         }
       });
@@ -123,78 +124,70 @@ void Runtime::build() {
         return shards_ == nullptr || shards_->part_updated(page, version);
       },
       [this](Page& page) {
-        early_->require_no_window(fmt::format("an in-place write to parameter '{}'", page.name));
+        if (early_->in_window()) early_->require_may_write(*trained(page));
+        if (shards_ != nullptr) shards_->await_served(page);
+        check();
+      },
+      [this](Page& page) {
         if (shards_ != nullptr) shards_->await_served(page);
         check();
       });
+  frozen_ = std::make_unique<FrozenParameters>(FrozenParameters::Options{
+      [this](std::span<TrainedPage* const> pages) { take_homes_of_thawed(pages); },
+      [this](std::span<TrainedPage* const> pages) { drop_homes_of_thawed(pages); },
+      [this](TrainedPage& page) { updater_->add(page, rules_.at_attach(page)); }});
   Reducer::Options rounds;
   rounds.bucket = config_.bucket;
   rounds.device_limit = tiers_->gradient_staging();
   rounds.on_failure = on_failure;
   rounds.in_backward = [this] { return in_call(Call::Backward); };
-  reducer_ = std::make_unique<Reducer>(Reducer::Groups{calls_group_.get(), reduce_group_.get()},
-                                       *pager_, *gradients_, *updater_, *early_, std::move(rounds));
+  reducer_ =
+      std::make_unique<Reducer>(Reducer::Groups{ranks_.calls(), ranks_.gradients()}, *pager_,
+                                *gradients_, *updater_, *early_, *frozen_, std::move(rounds));
   failure_.listen([this](const auto& error, const auto&) { reducer_->fail(error); });
 }
 
 /// What ranks have beside what one rank has: groups, and shards that others ask for.
 void Runtime::connect() {
-  for (auto& [group, name] : {std::pair(&calls_group_, "calls"), std::pair(&control_, "control"),
-                              std::pair(&reduce_group_, "gradients")}) {
-    *group = world_->make_group(name);
-    failure_.listen([made = group->get()](const auto&, const auto& why) { made->abort(why); });
-  }
+  ranks_.connect();
   ShardExchange::Options shards;
-  shards.rank = world_->rank();
+  shards.rank = rank();
   shards.whole_pages = config_.zero == 1 || config_.zero == 2;
   shards.staging = config_.staging;
   shards.on_failure = [this](std::exception_ptr error) { fail(std::move(error)); };
   shards.on_end = [this](const std::string& reason) { pulls_ended(reason); };
-  shards_ = std::make_unique<ShardExchange>(world_->make_group("pulls"), *pager_, *updater_,
+  shards_ = std::make_unique<ShardExchange>(ranks_.world().make_group("pulls"), *pager_, *updater_,
                                             std::move(shards));
   failure_.listen([this](const auto&, const auto& why) { shards_->fail(why); });
   pager_->set_remote(shards_.get());
 }
 
 void Runtime::watch_others() {
-  const auto milliseconds = [](double seconds) {
-    return std::chrono::duration_cast<std::chrono::milliseconds>(
-        std::chrono::duration<double>(seconds));
+  Ranks::Watching watching;
+  watching.timeout = config_.timeout;
+  watching.heartbeat = config_.heartbeat;
+  watching.activity = [this] {
+    const pager::PagerStats pages = pager_->stats();
+    return pages.touches + pages.lookups + pages.device_to_host + reducer_->stats().contributions +
+           updater_->stats().pages;
   };
-  comm::Watch::Options watch;
-  watch.name = name();
-  watch.timeout = milliseconds(config_.timeout);
-  watch.interval = milliseconds(config_.heartbeat);
-  watch.note = [this] {
-    return whereabouts_.note([this] {
-      const pager::PagerStats pages = pager_->stats();
-      return pages.touches + pages.lookups + pages.device_to_host +
-             reducer_->stats().contributions + updater_->stats().pages;
-    });
-  };
-  watch.on_notes = [this](std::span<const comm::PeerNote> notes) { look_at_others(notes); };
-  watch_ = std::make_unique<comm::Watch>(*world_, watch, [this](int rank, std::string reason) {
-    fail(std::make_exception_ptr(RankFailed(failure_.story_of(rank, std::move(reason)))));
-  });
-  failure_.listen([this](const auto&, const auto& why) { watch_->fail(why); });
+  watching.in_backward = [this] { return where_in(Call::Backward); };
+  watching.waited = [this] { return reducer_->waiting(); };
+  ranks_.watch(std::move(watching));
 }
 
 Runtime::~Runtime() {
   // Whoever waits is woken, and nobody starts anything; then the threads end, users first.
   const auto ended = std::make_exception_ptr(EngineError("the engine has ended"));
-  failure_.ending();
   const bool cause = failure_.is_own();
-  linger();
+  close();
   failure_.close();
-  if (watch_ != nullptr) watch_->leave();
+  ranks_.end("the engine has ended");
   updater_->fail(ended);
   reducer_->fail(ended);
   pager_->refuse("the engine has ended");
-  for (comm::Group* group : {calls_group_.get(), control_.get(), reduce_group_.get()}) {
-    if (group != nullptr) group->abort("the engine has ended");
-  }
   if (shards_ != nullptr) shards_->fail("the engine has ended");
-  watch_.reset();
+  ranks_.stop_watching();
   reducer_.reset();
   updater_->stop();  // before those whom it calls
   pager_->stop_fetching();
@@ -203,10 +196,9 @@ Runtime::~Runtime() {
   pager_->set_debts(nullptr);
   pager_->set_foresight(nullptr);
   trained_.clear();
+  frozen_.reset();
   pager_.reset();
-  calls_group_.reset();
-  control_.reset();
-  reduce_group_.reset();
+  ranks_.disconnect();
   // Their connections are closed: the others look at the board now, which may be in this process.
   if (cause && !alone()) {
     failure_.await_heard(
@@ -214,34 +206,51 @@ Runtime::~Runtime() {
   }
 }
 
-/// Other ranks may still read this one's shards: it stays until they have ended, too, or do nothing
-/// any more.
-void Runtime::linger() noexcept {
-  if (alone() || failed()) return;
-  constexpr auto kLook = std::chrono::milliseconds(2);
+std::string Runtime::close(const std::function<void()>& give_back) noexcept {
+  failure_.ending();
+  if (std::exchange(closed_, true)) return {};
   try {
-    const std::string where = in_call(Call::Close).where();
-    whereabouts_.ends(where);
-    failure_.post_end(where);
-    reducer_->announce(in_call(Call::Close));
-    while (!reducer_->met() && !failed() && !others_idle_.load())
-      std::this_thread::sleep_for(kLook);
-  } catch (const std::exception& error) {  // the board is gone: so are the others
+    linger();
+    give_back_together(give_back);
+    return {};
+  } catch (const std::exception& error) {  // the board may be gone: so are the others
     log::debug("engine", "did not wait for the other ranks to end", {{"cause", error.what()}});
+    return message_of(std::current_exception());
+  } catch (...) {
+    return "unknown error";
   }
 }
 
-/// On the watch's thread.
-void Runtime::look_at_others(std::span<const comm::PeerNote> notes) {
-  const Nanos timeout =
-      std::chrono::nanoseconds(std::chrono::duration_cast<std::chrono::nanoseconds>(
-                                   std::chrono::duration<double>(config_.timeout)))
-          .count();
-  others_idle_.store(Whereabouts::all_idle(notes, timeout));
-  const auto idle = Whereabouts::idle_peer(
-      notes, whereabouts_.in_call().value_or(in_call(Call::Backward).where()), rank(),
-      reducer_->waiting(), timeout);
-  if (idle) fail(std::make_exception_ptr(Diverged(*idle)));
+/// Other ranks may still read this one's shards: it stays until they have ended, too, or do nothing
+/// any more.
+void Runtime::linger() {
+  failure_.check();
+  if (alone()) return;
+  constexpr auto kLook = std::chrono::milliseconds(2);
+  const std::string where = where_in(Call::Close);
+  ranks_.whereabouts().ends(where);
+  failure_.post_end(where);
+  reducer_->announce(in_call(Call::Close));
+  while (!reducer_->met() && !failed() && !ranks_.others_idle()) std::this_thread::sleep_for(kLook);
+  failure_.check();
+  if (!reducer_->met()) throw EngineError("the other ranks are not in close()");
+}
+
+/// All ranks are in close(). Each copies for itself, and serves the others until they have, too.
+void Runtime::give_back_together(const std::function<void()>& give_back) {
+  std::uint64_t wanted = give_back ? 1 : 0;
+  if (!alone()) ranks_.control()->all_reduce_max({&wanted, 1});
+  if (wanted == 0) return;
+  std::exception_ptr cause;
+  try {
+    settle();  // what early updates have computed was never seen, and is forgotten
+    check_order();
+    if (give_back) give_back();
+  } catch (...) {
+    cause = std::current_exception();
+  }
+  if (!alone()) ranks_.control()->all_reduce_max({&wanted, 1});
+  if (cause != nullptr) std::rethrow_exception(cause);
 }
 
 void Runtime::check() const {
@@ -264,20 +273,29 @@ void Runtime::pulls_ended(const std::string& reason) {
       EngineError(fmt::format("pages can no longer be served: {}", reason))));
 }
 
+std::string Runtime::where_in(Call call) const {
+  Collective out;
+  out.call = call;
+  out.steps = ranks_.whereabouts().steps();
+  return out.where();
+}
+
 Collective Runtime::in_call(Call call) const {
   Collective out;
   out.call = call;
-  out.steps = whereabouts_.steps();
-  out.rules = rules_.load(std::memory_order_relaxed);
+  out.steps = ranks_.whereabouts().steps();
+  out.rules = rules_.hash();
+  if (!alone()) out.writes = UserWrites(*pager_, pages_).hash();
   return out;
 }
 
 Collective Runtime::meet(Collective mine) {
   check();
   const Call call = mine.call;
-  if (call == Call::Step || call == Call::Join) early_->step_waits(groups_);
+  if (call == Call::Step || call == Call::Join) early_->step_waits(rules_.now());
   try {
     ranks_met_ = reducer_->meet(std::move(mine));
+    take_joined();
     return call_of_all(ranks_met_);
   } catch (...) {
     fail_and_throw();
@@ -287,18 +305,22 @@ Collective Runtime::meet(Collective mine) {
 TrainedPage* Runtime::trained(const Page& page) noexcept {
   const auto found = std::find_if(trained_.begin(), trained_.end(),
                                   [&](const auto& trained) { return trained->page == &page; });
-  return found == trained_.end() ? nullptr : found->get();
+  return found == trained_.end() ? frozen_->find(page) : found->get();
 }
 
 void Runtime::begin_backward(bool last) {
   check();
-  early_->backward_begins(last, groups_);
+  early_->backward_begins(last, rules_.now());
   reducer_->begin(last);
 }
 
 void Runtime::contribute(Contribution contribution) {
   check();
-  early_->gradient_comes(*contribution.page);
+  if (contribution.late) {
+    reducer_->end();  // a round that began without it has been agreed on without it
+  } else {
+    early_->gradient_comes(*contribution.page);
+  }
   reducer_->push(std::move(contribution));
 }
 
@@ -307,31 +329,52 @@ void Runtime::end_backward() {
   reducer_->end();
 }
 
+void Runtime::backward_failed() {
+  early_->backward_fails();
+  reducer_->end();
+}
+
+pager::RawWrites Runtime::raw_writes(const Page& page) {
+  const bool is_trained = std::any_of(trained_.begin(), trained_.end(),
+                                      [&](const auto& one) { return one->page == &page; });
+  return is_trained ? early_->raw_writes() : pager::RawWrites::Count;
+}
+
+void Runtime::check_raw_writes() {
+  const std::vector<std::string> written = pager_->take_told_writes();
+  if (written.empty()) return;
+  early_->require_no_window(
+      fmt::format("a write to parameter '{}' under engine.pin()", written[0]));
+}
+
+void Runtime::require_changeable(const std::string& what) {
+  check();
+  early_->require_no_window(what);
+}
+
 void Runtime::set_learning_rate(std::size_t group, double lr) {
-  PAGODA_REQUIRE_LT(group, groups_.size(), "there is no such parameter group");
-  if (optim::learning_rate(groups_[group]) == lr) return;
-  Optimizer changed = groups_[group];
+  PAGODA_REQUIRE_LT(group, groups().size(), "there is no such parameter group");
+  if (optim::learning_rate(groups()[group]) == lr) return;
+  Optimizer changed = groups()[group];
   optim::set_learning_rate(changed, lr);
   optim::require_valid(changed);
   early_->require_no_window("set_lr()");
-  groups_[group] = changed;
-  rules_.store(hash_of(groups_), std::memory_order_relaxed);
+  rules_.set(group, changed);
 }
 
 void Runtime::set_optimizer(std::size_t group, const Optimizer& optimizer) {
-  PAGODA_REQUIRE_LT(group, groups_.size(), "there is no such parameter group");
+  PAGODA_REQUIRE_LT(group, groups().size(), "there is no such parameter group");
   PAGODA_REQUIRE(
-      optim::name(optimizer) == optim::name(groups_[group]) &&
-          optim::has_momentum(optimizer) == optim::has_momentum(groups_[group]),
+      optim::name(optimizer) == optim::name(groups()[group]) &&
+          optim::has_momentum(optimizer) == optim::has_momentum(groups()[group]),
       "another optimizer needs another state: release() the model and attach() it again");
   optim::require_valid(optimizer);
   early_->require_no_window("a change of the optimizer's constants");
-  groups_[group] = optimizer;
-  rules_.store(hash_of(groups_), std::memory_order_relaxed);
+  rules_.set(group, optimizer);
 }
 
 void Runtime::set_clip(double clip) {
-  PAGODA_REQUIRE(trained_.empty(), "clip can be set before attach() only");
+  PAGODA_REQUIRE(!attached(), "clip can be set before attach() only");
   Config changed = config_;
   changed.clip = clip;
   changed.validate();
@@ -365,16 +408,27 @@ void Runtime::finish() {
 }
 
 void Runtime::barrier() {
-  const Whereabouts::Inside inside(whereabouts_, in_call(Call::Barrier).where());
+  const Whereabouts::Inside inside(ranks_.whereabouts(), where_in(Call::Barrier));
   meet(in_call(Call::Barrier));
 }
 
-void Runtime::begin_call(std::string label) {
+void Runtime::begin_call(std::string label, const std::string& name, const std::string& argument) {
   label_ = std::move(label);
   Collective mine = in_call(Call::Barrier);
   mine.label = label_;
-  in_their_call_ = std::make_unique<Whereabouts::Inside>(whereabouts_, mine.where());
+  in_their_call_ = std::make_unique<Whereabouts::Inside>(ranks_.whereabouts(), mine.where());
   meet(std::move(mine));
+  if (alone() || name.empty()) return;
+  Settings arguments;
+  arguments.add(name, argument);
+  try {
+    arguments.require_equal(*ranks_.control());
+  } catch (const Diverged&) {
+    in_their_call_.reset();
+    throw;
+  } catch (...) {
+    fail_and_throw();
+  }
 }
 
 void Runtime::end_call(const std::string& error) {
@@ -383,7 +437,7 @@ void Runtime::end_call(const std::string& error) {
   mine.label = label_;
   meet(std::move(mine));
   try {
-    all_or_none(control_.get(), [&] {
+    all_or_none(ranks_.control(), [&] {
       if (!error.empty()) throw UserError(error);
     });
   } catch (const NoneDid& stopped) {  // this rank's caller has its own error
@@ -401,8 +455,9 @@ void Runtime::check_order() const {
 double Runtime::grad_norm() {
   check();
   early_->require_gradients("grad_norm()");
-  const Whereabouts::Inside inside(whereabouts_, in_call(Call::GradNorm).where());
+  const Whereabouts::Inside inside(ranks_.whereabouts(), where_in(Call::GradNorm));
   meet(in_call(Call::GradNorm));
+  require_none_refused();
   return norm_together();
 }
 
@@ -410,13 +465,10 @@ double Runtime::norm_together() {
   try {
     for (const auto& page : trained_) {
       if (!page->filled() || !page->squares.empty() || page->reduced.empty()) continue;
-      std::vector<float> values(page->reduced.size());
-      gradients_->read(*page, page->reduced.begin, values);
-      page->squares.resize(kernels::norm_blocks(values.size()));
-      kernels::block_sums_of_squares(values.data(), values.size(), 1, page->squares, *pool_);
+      gradients_->measure(*page);
     }
     const double norm =
-        gradient_norm(trained_, pager_->sharding(), control_.get()) / scale_.scale();
+        gradient_norm(trained_, pager_->sharding(), ranks_.control()) / scale_.scale();
     // Where no step needs them, nobody keeps the sums up to date with the next micro-batch.
     if (config_.clip == 0 && !scales_loss()) {
       for (const auto& page : trained_) page->squares.clear();
@@ -430,7 +482,7 @@ double Runtime::norm_together() {
 void Runtime::zero_grad() {
   check();
   early_->require_no_window("zero_grad()");
-  const Whereabouts::Inside inside(whereabouts_, in_call(Call::ZeroGrad).where());
+  const Whereabouts::Inside inside(ranks_.whereabouts(), where_in(Call::ZeroGrad));
   meet(in_call(Call::ZeroGrad));
   clear_gradients();
 }
@@ -438,6 +490,7 @@ void Runtime::zero_grad() {
 void Runtime::clear_gradients() {
   try {
     for (const auto& page : trained_) optim::Gradients::clear(*page);
+    frozen_->forget_refusal();
   } catch (...) {
     fail_and_throw();
   }
@@ -446,37 +499,36 @@ void Runtime::clear_gradients() {
 void Runtime::read_gradient(const Page& page, std::span<float> to) {
   check();
   const TrainedPage* trained = this->trained(page);
-  PAGODA_REQUIRE(trained != nullptr, "page '{}' is not trained: it has no gradient", page.name);
+  PAGODA_REQUIRE(trained != nullptr, "page '{}' is not trained: it has no gradient", page.name());
   early_->require_gradients("grad()");
   Collective mine = in_call(Call::Grad);
-  mine.detail = fmt::format("'{}'", page.name);
+  mine.detail = fmt::format("'{}'", page.name());
   mine.value = trained->number;
-  const Whereabouts::Inside inside(whereabouts_, mine.where());
+  const Whereabouts::Inside inside(ranks_.whereabouts(), mine.where());
   meet(std::move(mine));
+  PAGODA_REQUIRE(
+      trained->gradient,
+      "parameter '{}' is frozen, or was not thawed before the last backward(): it has no "
+      "gradient",
+      page.name());
   gather_gradient(*trained, to);
 }
 
+/// `to` is empty where nobody looks: on a rank that has joined.
 void Runtime::gather_gradient(const TrainedPage& trained, std::span<float> to) {
   if (alone()) {
     gradients_->read(trained, 0, to);
     return;
   }
   try {
-    std::fill(to.begin(), to.end(), 0.0F);
-    if (!trained.reduced.empty()) {
-      gradients_->read(trained, trained.reduced.begin,
-                       to.subspan(trained.reduced.begin, trained.reduced.size()));
-    }
-    std::vector<std::span<std::byte>> parts;
-    for (int rank = 0; rank < world_->size(); ++rank) {
-      const Range range = pager_->sharding().of(trained.elements(), rank);
-      parts.push_back(std::as_writable_bytes(to.subspan(range.begin, range.size())));
-    }
-    const auto own = std::as_bytes(to.subspan(trained.reduced.begin, trained.reduced.size()));
-    control_->all_gather(own, parts);
+    gather_values(trained, *gradients_, pager_->sharding(), gather_bytes_, to, *ranks_.control());
   } catch (...) {
     fail_and_throw();
   }
+}
+
+std::span<std::byte> Runtime::gather_buffer() noexcept {
+  return gradients_->scratch().first(gather_bytes_);
 }
 
 Stats Runtime::stats() const {
@@ -498,6 +550,10 @@ Stats Runtime::stats() const {
     out.tiers[static_cast<std::size_t>(tier)] = {budget.limit(), budget.used(), budget.peak(),
                                                  budget.holders()};
   }
+  if (const comm::Group* group = ranks_.gradients()) {
+    out.unbudgeted.group_buffers = group->buffer_bytes();
+  }
+  out.unbudgeted.free_heap = ::mallinfo2().fordblks;
   return out;
 }
 

@@ -1,30 +1,30 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <atomic>
 #include <exception>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
 #include "pagoda/base/thread_pool.h"
-#include "pagoda/comm/watch.h"
 #include "pagoda/comm/world.h"
 #include "pagoda/engine/agreement.h"
 #include "pagoda/engine/collective.h"
 #include "pagoda/engine/config.h"
 #include "pagoda/engine/early_updates.h"
-#include "pagoda/engine/failure.h"
 #include "pagoda/engine/fit.h"
+#include "pagoda/engine/frozen_parameters.h"
 #include "pagoda/engine/initial_values.h"
+#include "pagoda/engine/ranks.h"
 #include "pagoda/engine/reducer.h"
+#include "pagoda/engine/rules.h"
 #include "pagoda/engine/shard_exchange.h"
+#include "pagoda/engine/state_placer.h"
 #include "pagoda/engine/stats.h"
 #include "pagoda/engine/step_trace.h"
-#include "pagoda/engine/whereabouts.h"
 #include "pagoda/io/owner_process.h"
 #include "pagoda/optim/gradients.h"
 #include "pagoda/optim/loss_scale.h"
@@ -43,7 +43,7 @@ struct StepResult {
   double loss_scale = 1;       // of the next step
 };
 
-/// A page to be trained, as the model describes it.
+/// A page that is given to the optimizer, as the model describes it.
 struct TrainedSpec {
   pager::Page* page = nullptr;
   kernels::Dtype dtype = kernels::Dtype::F32;
@@ -57,6 +57,8 @@ struct ModelSpec {
   std::vector<TrainedSpec> trained;
   std::vector<Optimizer> groups;
   std::vector<BufferSpec> buffers;
+  /// Which parameters of `trained` are not, until set_thawed() says so.
+  std::vector<FrozenSpec> frozen = {};
 };
 
 /// One rank's engine without torch: tiers, pages, gradients and updates put together.
@@ -79,8 +81,8 @@ class Runtime {
   pager::Pager& pager() noexcept { return *pager_; }
   pager::Tiers& tiers() noexcept { return *tiers_; }
   device::Device& device() noexcept { return *device_; }
-  int rank() const noexcept { return world_->rank(); }
-  int ranks() const noexcept { return world_->size(); }
+  int rank() const noexcept { return ranks_.rank(); }
+  int ranks() const noexcept { return ranks_.size(); }
 
   /// The pages of the model, trained or not, get the homes that the configuration says, and trained
   /// ones gradients and state; all ranks start with rank 0's values. `describe` makes the pages. A
@@ -88,21 +90,42 @@ class Runtime {
   /// the pages whose values are others now.
   std::vector<pager::Page*> attach(const std::function<ModelSpec()>& describe);
   std::vector<pager::Page*> attach(const std::vector<pager::Page*>& pages,
-                                   std::vector<TrainedSpec> trained, std::vector<Optimizer> groups);
+                                   std::vector<TrainedSpec> trained, std::vector<Optimizer> groups,
+                                   std::vector<FrozenSpec> frozen = {});
+  /// After an attach() that failed on all ranks: does `copy`, which throws nothing that another
+  /// rank need not hear of, and returns when all ranks have.
+  void undo_attach(const std::function<void()>& copy);
   /// Forgets gradients and states, once all ranks have done `copy` with every update made; those
   /// pages of which a rank has a shard stay, for others may need them, until drop(). What `copy`
   /// throws, here or on another rank, leaves everything as it is.
   void release(const std::function<void()>& copy);
   /// The page is nobody's any more, on any rank: after release().
   void drop(pager::Page& page);
-  /// The trained form of a page; null for others.
+  /// The form of a page that is given to the optimizer, trained or frozen; null for others.
   optim::TrainedPage* trained(const pager::Page& page) noexcept;
+
+  /// Which of the model's `frozen` parameters, by their place there, require a gradient now: told
+  /// before the gradients of a micro-batch come and before step(), which throws ThawRefused where
+  /// they cannot be trained (docs/notes/thaw.md). Leaves out those that is_trained() says.
+  void set_thawed(const FrozenSet& now) { frozen_->set_thawed(now); }
+  bool can_be_trained(std::size_t frozen) const { return (*frozen_)[frozen].obstacle.empty(); }
+  /// Whether it has been thawed, and step() has agreed to that. Between two steps.
+  bool is_trained(std::size_t frozen) const {
+    return (*frozen_)[frozen].state == FrozenParameters::State::Trained;
+  }
 
   /// A micro-batch's backward pass. `last`: of its step, so that updates may begin. contribute()
   /// without a begin belongs to one that is not known to be the last.
   void begin_backward(bool last);
   void contribute(Contribution contribution);
   void end_backward();
+  /// The pass ended with an error: the gradients that came are a micro-batch.
+  void backward_failed();
+
+  /// What becomes of writes by raw pointers to a page that is held from now on, and what they do to
+  /// the step: a UserError where they were undone.
+  pager::RawWrites raw_writes(const pager::Page& page);
+  void check_raw_writes();
 
   /// The step: `version_of` is told of every page that owes an update from now on.
   StepResult step(const std::function<void(pager::Page&)>& bumped);
@@ -112,14 +135,18 @@ class Runtime {
   void finish();
   /// Returns when every rank has called it.
   void barrier();
-  /// A collective call of somebody else's begins, on all ranks, and ends. What this rank met in it
-  /// (empty: nothing) is thrown on all the others at its end; the engine lives.
-  void begin_call(std::string label);
+  /// A collective call of somebody else's begins, on all ranks, and ends. Where ranks have another
+  /// `argument` for what is called `name`, all throw UserError, and it has not begun. What this
+  /// rank met in it (empty: nothing) is thrown on all the others at its end; the engine lives.
+  void begin_call(std::string label, const std::string& name = {},
+                  const std::string& argument = {});
   void end_call(const std::string& error);
   /// Drops the gradients accumulated so far, on this rank; all ranks do it at the same point.
   void zero_grad();
 
-  const std::vector<Optimizer>& groups() const noexcept { return groups_; }
+  const std::vector<Optimizer>& groups() const noexcept { return rules_.now(); }
+  /// UserError where `what`, which changes the step to come, must wait for step().
+  void require_changeable(const std::string& what);
   void set_learning_rate(std::size_t group, double lr);
   /// Other constants of the group's rule: it stays the same rule with the same state.
   void set_optimizer(std::size_t group, const Optimizer& optimizer);
@@ -131,6 +158,11 @@ class Runtime {
   /// Elements of the accumulated gradient, wherever they are. All ranks are between two steps.
   void read_gradient(const pager::Page& page, std::span<float> to);
 
+  /// The user is done with the engine, and something of it that is still in use may keep it: the
+  /// other ranks need not wait for that. Returns when they are done, too. The destructor does it.
+  /// `give_back` copies what the user shall keep, with every update applied, while all ranks still
+  /// serve their shards. Returns why it could not, or nothing.
+  std::string close(const std::function<void()>& give_back = {}) noexcept;
   /// Whether this is the process that made it, and not a fork of it: there it may only be leaked.
   bool here() const noexcept { return owner_.here(); }
   /// Throws the first error, if there was one; in a forked process, that it belongs to another.
@@ -149,68 +181,72 @@ class Runtime {
   void watch_others();
   /// Begins a collective call: returns what all ranks do, when all gradients are added up.
   Collective meet(Collective mine);
+  /// What this rank says when it makes the call. Not while attach() or release() changes the model.
   Collective in_call(Call call) const;
+  /// "in step() 5": by any thread, at any time.
+  std::string where_in(Call call) const;
   Fit prepare(ModelSpec& model);
-  void add_trained(std::vector<TrainedSpec>& specs);
+  std::unique_ptr<optim::TrainedPage> make_trained(TrainedSpec spec, std::size_t number) const;
+  void keep_frozen(const std::vector<FrozenSpec>& frozen,
+                   std::vector<std::unique_ptr<optim::TrainedPage>> pages);
+  bool attached() const noexcept { return !trained_.empty() || !frozen_->none(); }
   Settings settings(const ModelSpec& model) const;
-  Fit plan_fit(const std::vector<pager::Page*>& pages, Bytes buffers);
   std::vector<pager::Page*> start_with_values_of_rank_0(const ModelSpec& model, const Fit& fit);
-  void place(const std::vector<pager::Page*>& pages, const Fit& fit);
-  void allocate_states();
-  void make_room_for_early_updates();
+  std::vector<optim::TrainedPage*> first_order() const;
+  void take_homes_of_thawed(std::span<optim::TrainedPage* const> pages);
+  void drop_homes_of_thawed(std::span<optim::TrainedPage* const> pages);
+  void take_joined();
+  void agree_on_thawed(bool joined);
+  void withdraw_thawed(std::span<const std::size_t> differing);
+  void require_none_refused() const;
   void forget_trained();
-  void take_rules(std::span<const Collective> ranks);
-  StepResult step_together(const std::function<void(pager::Page&)>& bumped);
+  StepResult step_together(bool joined, const std::function<void(pager::Page&)>& bumped);
+  void warn_of_skipped_steps() const;
   double norm_together();
   void clear_gradients();
   void gather_gradient(const optim::TrainedPage& page, std::span<float> to);
+  std::span<std::byte> gather_buffer() noexcept;
   void settle();
   void check_order() const;
-  void linger() noexcept;
-  void look_at_others(std::span<const comm::PeerNote> notes);
+  void linger();
+  void give_back_together(const std::function<void()>& give_back);
   [[noreturn]] void fail_and_throw();
   void pulls_ended(const std::string& reason);
-  void publish_writes(bool shards);
   void agree_on_order();
-  std::vector<optim::TrainedPage*> update_order(std::vector<optim::TrainedPage*> pages);
+  std::vector<optim::TrainedPage*> update_order(const std::vector<optim::TrainedPage*>& pages);
   bool scales_loss() const noexcept { return config_.loss_scale.kind != LossScale::Kind::None; }
-  std::string name() const { return fmt::format("engine {}", number_); }  // on the board
-  bool alone() const noexcept { return world_->size() == 1; }
+  bool alone() const noexcept { return ranks_.alone(); }
   EarlyUpdates::Mode early_mode() const noexcept;
 
   const io::OwnerProcess owner_;
   Config config_;
-  std::shared_ptr<comm::World> world_;
-  const unsigned number_;  // of this engine, among those of its world
-  Failure failure_;        // before every thread, and after them
-  Whereabouts whereabouts_;
+  Rules rules_;
+  Ranks ranks_;
+  Failure& failure_ = ranks_.failure();
   std::shared_ptr<device::Device> device_;
-  std::unique_ptr<comm::Group> calls_group_;
-  std::unique_ptr<comm::Group> control_;
-  std::unique_ptr<comm::Group> reduce_group_;
   std::unique_ptr<pager::Tiers> tiers_;
-  Reservation left_free_;  // by the states: activation_reserve, until they are placed
+  Bytes gather_bytes_ = 0;  // that ranks gather at a time: `staging`, or less where one has less
+  Reservation left_free_;   // by the states: activation_reserve, until they are placed
   std::unique_ptr<prefetch::Oracle> oracle_;
   std::unique_ptr<pager::Pager> pager_;
   std::unique_ptr<ThreadPool> pool_;
   std::unique_ptr<optim::Gradients> gradients_;
   std::unique_ptr<optim::Updater> updater_;
+  std::unique_ptr<StatePlacer> placer_;
   std::unique_ptr<ShardExchange> shards_;
   std::unique_ptr<EarlyUpdates> early_;
+  std::unique_ptr<FrozenParameters> frozen_;
   std::unique_ptr<Reducer> reducer_;
-  std::unique_ptr<comm::Watch> watch_;
 
   std::vector<pager::Page*> pages_;                           // of attached models
-  std::vector<std::unique_ptr<optim::TrainedPage>> trained_;  // by number
-  std::vector<Optimizer> groups_;
-  std::atomic<std::uint64_t> rules_{0};  // hash of groups_
-  std::vector<Collective> ranks_met_;    // in the call under way
-  std::string label_;                    // of somebody else's call
+  std::vector<std::unique_ptr<optim::TrainedPage>> trained_;  // in the order of their numbers
+  std::vector<Collective> ranks_met_;                         // in the call under way
+  std::string label_;                                         // of somebody else's call
   std::unique_ptr<Whereabouts::Inside> in_their_call_;
   optim::LossScale scale_;
   StepTrace trace_;
   std::uint64_t steps_ = 0;
-  std::atomic<bool> others_idle_{false};  // those that have not ended
+  bool closed_ = false;
 
   const Failure::Closing closing_{failure_};  // last: nobody is told of a failure while these go
 };

@@ -69,6 +69,11 @@ void ShardExchange::unshare(const Page& page) {
   to_others_.erase(page.id);
 }
 
+bool ShardExchange::is_shared(const Page& page) {
+  const std::lock_guard lock(mutex_);
+  return shared_.contains(page.id);
+}
+
 std::uint64_t ShardExchange::key_of(pager::PageId page) {
   const std::lock_guard lock(mutex_);
   const auto found = shared_.find(page);
@@ -120,11 +125,12 @@ bool ShardExchange::part_updated(TrainedPage& page, std::uint64_t version) {
 
 void ShardExchange::complete(TrainedPage& trained, std::uint64_t version) {
   Page& page = *trained.page;
-  PAGODA_TRACE("engine", "complete", {"page", page.name});
+  PAGODA_TRACE("engine", "complete", {"page", page.name()});
   pager::Tiers& tiers = pager_.tiers();
   const Bytes size = page.element_size;
   const std::uint64_t key = key_of(page.id);
-  const bool direct = tiers.in_place(page.home);
+  pager::Home& home = trained.home();  // from owe() to updated()
+  const bool direct = tiers.in_place(home);
   std::vector<comm::Pull> pulls;
   pager::StagingPool::Buffer buffer;
   if (!direct) buffer = to_complete_->take();
@@ -133,7 +139,7 @@ void ShardExchange::complete(TrainedPage& trained, std::uint64_t version) {
     if (rank == options_.rank || range.empty()) continue;
     if (direct) {
       const Piece piece{
-          rank, range.begin * size, {page.home.data() + range.begin * size, range.size() * size}};
+          rank, range.begin * size, {home.data() + range.begin * size, range.size() * size}};
       add_pulls(piece, key, version, pulls);
       continue;
     }
@@ -141,7 +147,7 @@ void ShardExchange::complete(TrainedPage& trained, std::uint64_t version) {
       const auto part =
           buffer.bytes().first(std::min<Bytes>(buffer.bytes().size(), range.end * size - at));
       pulls_->pull(rank, key, version, at, part);
-      tiers.write(page.home, at, part);
+      tiers.write(home, at, part);
       at += part.size();
     }
   }
@@ -154,6 +160,28 @@ void ShardExchange::settle() {
   changed_.wait(lock, [&] { return completing_ == 0 || failed_; });
 }
 
+/// Bytes of a home that are being sent to another rank.
+struct ShardExchange::Serving {
+  Serving(ShardExchange& exchange, std::shared_ptr<Page> of, const comm::PullRequest& request)
+      : to(exchange),
+        page(std::move(of)),
+        version(request.version),
+        bytes(request.bytes),
+        reader(exchange.pager_.read(*page)) {}
+  Serving(const Serving&) = delete;
+  Serving& operator=(const Serving&) = delete;
+  ~Serving() {
+    { const pager::HomeReader ended = std::move(reader); }
+    to.served(*page, version, bytes);
+  }
+
+  ShardExchange& to;
+  std::shared_ptr<Page> page;
+  std::uint64_t version;
+  Bytes bytes;
+  pager::HomeReader reader;
+};
+
 /// Another rank asks for bytes of this rank's shard.
 void ShardExchange::serve(const comm::PullRequest& request, comm::PullReply& reply) {
   const std::shared_ptr<Page> found = find(request.key);
@@ -164,21 +192,18 @@ void ShardExchange::serve(const comm::PullRequest& request, comm::PullReply& rep
   Page& page = *found;
   reply.about_to_wait();
   updater_.settle_part(page, request.version);
-  const std::uint64_t wanted = pager_.add_reader(page);
-  const auto reading = std::shared_ptr<void>(
-      nullptr, [this, found, version = request.version, bytes = request.bytes](void*) {
-        pager_.remove_reader(*found);
-        served(*found, version, bytes);
-      });
-  if (wanted != request.version) {  // its update may be under way
-    reply.refuse(fmt::format("page '{}' has gone on from version {} to {}", page.name,
-                             request.version, wanted));
+  const auto reading = std::make_shared<const Serving>(*this, found, request);
+  const pager::HomeReader& reader = reading->reader;
+  if (reader.wanted() != request.version) {  // its update may be under way
+    reply.refuse(fmt::format("page '{}' has gone on from version {} to {}", page.name(),
+                             request.version, reader.wanted()));
     return;
   }
-  const Bytes at = request.begin - page.home_range.begin * page.element_size;
-  const bool on_device = page.home.tier() == Tier::Device && !to_serve_;  // the host's own memory
-  if (page.home.tier() == Tier::Host || on_device) {
-    reply.give({page.home.data() + at, request.bytes}, reading);
+  const pager::Home& home = reader.home();
+  const Bytes at = request.begin - reader.range().begin * page.element_size;
+  const bool on_device = home.tier() == Tier::Device && !to_serve_;  // the host's own memory
+  if (home.tier() == Tier::Host || on_device) {
+    reply.give({home.data() + at, request.bytes}, reading);
     return;
   }
   PAGODA_CHECK(to_serve_.has_value());
@@ -191,7 +216,7 @@ void ShardExchange::serve(const comm::PullRequest& request, comm::PullReply& rep
   }
   const auto buffer = std::make_shared<pager::StagingPool::Buffer>(to_serve_->take());
   const std::span bytes = buffer->bytes().first(request.bytes);
-  pager_.tiers().read(page.home, at, bytes);
+  pager_.tiers().read(home, at, bytes);
   reply.give(bytes, buffer);
 }
 
@@ -207,11 +232,7 @@ void ShardExchange::served(const Page& page, std::uint64_t version, Bytes bytes)
 /// code may change it after that.
 void ShardExchange::await_served(const Page& page) {
   if (!options_.whole_pages) return;
-  std::uint64_t version = 0;
-  {
-    const auto lock = pager_.lock();
-    version = page.version;
-  }
+  const std::uint64_t version = pager_.look(page).version;
   if (version == 0) return;
   const Bytes all =
       pager_.shard_of(page).size() * page.element_size * static_cast<Bytes>(ranks_ - 1);

@@ -1,18 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <condition_variable>
 #include <cstdint>
 #include <exception>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <span>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
+#include "pagoda/base/ranked_mutex.h"
 #include "pagoda/base/thread_pool.h"
 #include "pagoda/comm/pull_service.h"
 #include "pagoda/optim/trained_page.h"
@@ -62,6 +61,7 @@ class ShardExchange final : public pager::RemoteShards {
   /// Nobody needs the page any more, on any rank: whoever asks is refused. Returns when nobody is
   /// being answered.
   void unshare(const pager::Page& page);
+  bool is_shared(const pager::Page& page);
 
   /// This rank's part of a page is up to date. False: the other ranks' parts are still to come.
   bool part_updated(optim::TrainedPage& page, std::uint64_t version);
@@ -82,6 +82,7 @@ class ShardExchange final : public pager::RemoteShards {
     std::uint64_t version = 0;
     Bytes bytes = 0;
   };
+  struct Serving;
   /// A page that others may ask for.
   struct Shared {
     pager::Page* page = nullptr;
@@ -103,8 +104,8 @@ class ShardExchange final : public pager::RemoteShards {
   const Options options_;
   const int ranks_;
 
-  std::mutex mutex_;
-  std::condition_variable changed_;
+  RankedMutex<LockRank::ShardExchange> mutex_;
+  Condition changed_;
   std::size_t completing_ = 0;                               // guarded by mutex_
   std::unordered_map<pager::PageId, Served> to_others_;      // guarded by mutex_
   std::unordered_map<pager::PageId, Shared> shared_;         // guarded by mutex_

@@ -76,6 +76,10 @@ std::string Stats::table() const {
                          format_bytes(holder.peak));
     }
   }
+  out += "beside the budgets\n";
+  line(out, "buffers of a process group", format_bytes(unbudgeted.group_buffers));
+  line(out, "kept for large tensors", format_bytes(unbudgeted.free_blocks));
+  line(out, "freed, kept by the heap", format_bytes(unbudgeted.free_heap));
   return out;
 }
 

@@ -24,6 +24,13 @@ struct TierStats {
   std::vector<BudgetHolder> holders;  // by tag, with peaks
 };
 
+/// Memory that no budget counts: see "What counts" in docs/config.md.
+struct UnbudgetedStats {
+  Bytes group_buffers = 0;  // on the device, of the process group that gradients go over
+  Bytes free_blocks = 0;    // mappings of large tensors that have gone, kept for the next ones
+  Bytes free_heap = 0;      // freed, and still with the C library
+};
+
 /// What an engine has done since it was made, and what it holds now. Cheap enough for every step.
 struct Stats {
   std::uint64_t steps = 0;
@@ -36,6 +43,7 @@ struct Stats {
   Bytes device_pages = 0;    // resident now, of the device budget's pages
   Bytes device_pages_peak = 0;
   std::array<TierStats, 3> tiers;  // by Tier
+  UnbudgetedStats unbudgeted;
 
   /// What a holder has of a tier now.
   Bytes held(pager::Tier tier, std::string_view tag) const noexcept;

@@ -5,13 +5,13 @@
 #include <cstdint>
 #include <ctime>
 #include <functional>
-#include <mutex>
 #include <optional>
 #include <span>
 #include <string>
 #include <utility>
 
 #include "pagoda/base/clock.h"
+#include "pagoda/base/ranked_mutex.h"
 #include "pagoda/comm/watch.h"
 
 namespace pagoda::engine {
@@ -70,7 +70,7 @@ class Whereabouts {
   void here();
   bool thread_computes();
 
-  mutable std::mutex mutex_;
+  mutable RankedMutex<LockRank::Whereabouts> mutex_;
   Place place_ = Place::Outside;    // guarded by mutex_
   std::string where_;               // guarded by mutex_: of the call
   std::optional<clockid_t> clock_;  // guarded by mutex_: of the thread that trains

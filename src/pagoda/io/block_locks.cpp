@@ -7,7 +7,7 @@ BlockLocks::Bucket& BlockLocks::bucket_of(const Claim& claim) noexcept {
   return buckets_[(claim.begin / cell_) % buckets_.size()];
 }
 
-bool BlockLocks::must_wait(const Claim& claim, const std::lock_guard<std::mutex>&) noexcept {
+bool BlockLocks::must_wait(const Claim& claim, const RankedGuard<LockRank::BlockLocks>&) noexcept {
   for (const Claim* other = claim.previous_; other != nullptr; other = other->previous_) {
     const bool overlap = other->begin < claim.end && claim.begin < other->end;
     if (overlap && (other->exclusive || claim.exclusive)) return true;

@@ -6,6 +6,7 @@
 #include <mutex>
 
 #include "pagoda/base/bytes.h"
+#include "pagoda/base/ranked_mutex.h"
 
 namespace pagoda::io {
 
@@ -45,14 +46,14 @@ class BlockLocks {
 
  private:
   struct Bucket {
-    std::mutex mutex;
+    RankedMutex<LockRank::BlockLocks> mutex;
     Claim* first = nullptr;  // guarded by mutex; claims in order of arrival
     Claim* last = nullptr;   // guarded by mutex
   };
 
   Bucket& bucket_of(const Claim& claim) noexcept;
   /// Whether somebody who came before `claim` is in its way.
-  static bool must_wait(const Claim& claim, const std::lock_guard<std::mutex>& lock) noexcept;
+  static bool must_wait(const Claim& claim, const RankedGuard<LockRank::BlockLocks>& lock) noexcept;
 
   const Bytes cell_;
   std::array<Bucket, 256> buckets_;  // by cell; two cells in one bucket do no harm

@@ -2,11 +2,11 @@
 #pragma once
 
 #include <cstddef>
-#include <mutex>
 #include <span>
 #include <vector>
 
 #include "pagoda/base/aligned_buffer.h"
+#include "pagoda/base/ranked_mutex.h"
 
 namespace pagoda::io {
 
@@ -37,7 +37,7 @@ class BouncePool {
 
  private:
   AlignedBuffer memory_;
-  std::mutex mutex_;
+  RankedMutex<LockRank::BouncePool> mutex_;
   std::vector<std::byte*> free_;  // guarded by mutex_
   Waiter* first_ = nullptr;       // guarded by mutex_
   Waiter* last_ = nullptr;        // guarded by mutex_; meaningless when first_ is null

@@ -2,7 +2,8 @@
 #pragma once
 
 #include <exception>
-#include <mutex>
+
+#include "pagoda/base/ranked_mutex.h"
 
 namespace pagoda::io {
 
@@ -22,7 +23,7 @@ class ErrorLatch {
   void raise();
 
  private:
-  std::mutex mutex_;
+  RankedMutex<LockRank::ErrorLatch> mutex_;
   std::exception_ptr error_;  // guarded by mutex_
 };
 

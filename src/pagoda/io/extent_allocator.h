@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "pagoda/base/bytes.h"
+#include "pagoda/base/ranked_mutex.h"
 
 namespace pagoda::io {
 
@@ -49,13 +50,13 @@ class ExtentAllocator {
   Stats stats() const;
 
  private:
-  using Lock = std::lock_guard<std::mutex>;
+  using Lock = RankedGuard<LockRank::Extents>;
   std::optional<Bytes> find(Bytes size, const Lock&) const;
   void add_hole(Bytes offset, Bytes length, const Lock&);
   void remove_hole(std::map<Bytes, Bytes>::iterator hole, const Lock&);
 
   const Bytes capacity_;
-  mutable std::mutex mutex_;
+  mutable RankedMutex<LockRank::Extents> mutex_;
   std::map<Bytes, Bytes> holes_;               // guarded by mutex_; offset → length
   std::set<std::pair<Bytes, Bytes>> by_size_;  // guarded by mutex_; (length, offset)
   Bytes used_ = 0;                             // guarded by mutex_

@@ -72,7 +72,8 @@ SwapFile::SwapFile(const std::filesystem::path& directory, Bytes size, Options o
 }
 
 SwapFile::SwapFile(SwapFile&& other) noexcept
-    : fd_(std::exchange(other.fd_, -1)),
+    : owner_(other.owner_),
+      fd_(std::exchange(other.fd_, -1)),
       size_(other.size_),
       direct_(other.direct_),
       offset_alignment_(other.offset_alignment_),
@@ -80,7 +81,10 @@ SwapFile::SwapFile(SwapFile&& other) noexcept
       path_(std::move(other.path_)) {}
 
 SwapFile::~SwapFile() {
-  if (fd_ >= 0) ::close(fd_);
+  if (fd_ < 0) return;
+  // An io_uring may keep the file open for a while after its end: its space is free at once.
+  if (owner_.here()) (void)!::ftruncate(fd_, 0);
+  ::close(fd_);
 }
 
 void SwapFile::open(const std::filesystem::path& directory, Direct direct) {

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "pagoda/base/bytes.h"
+#include "pagoda/io/owner_process.h"
 
 namespace pagoda::io {
 
@@ -55,6 +56,7 @@ class SwapFile {
   void write_zeros(const std::filesystem::path& directory);
   [[noreturn]] void refuse(const std::filesystem::path& directory, int error_number);
 
+  OwnerProcess owner_;
   int fd_ = -1;
   Bytes size_;
   bool direct_ = false;

@@ -2,13 +2,12 @@
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <cstddef>
 #include <exception>
 #include <functional>
 #include <memory>
-#include <mutex>
 
+#include "pagoda/base/ranked_mutex.h"
 #include "pagoda/io/error_latch.h"
 #include "pagoda/io/owner_process.h"
 
@@ -51,8 +50,8 @@ class TransferState {
   const TransferCallback callback_;
   std::atomic<std::size_t> pending_{0};
   std::atomic<bool> done_{false};
-  mutable std::mutex mutex_;
-  std::condition_variable ended_;
+  mutable RankedMutex<LockRank::Transfer> mutex_;
+  Condition ended_;
   std::exception_ptr error_;             // guarded by mutex_
   std::size_t errors_ = 0;               // guarded by mutex_
   bool observed_ = false;                // guarded by mutex_

@@ -2,14 +2,13 @@
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
+#include "pagoda/base/ranked_mutex.h"
 #include "pagoda/io/block_locks.h"
 #include "pagoda/io/bounce_pool.h"
 #include "pagoda/io/cut.h"
@@ -79,8 +78,8 @@ class Volume {
   BlockLocks locks_;
   BouncePool bounce_;
   VolumeCounters counters_;
-  std::mutex mutex_;
-  std::condition_variable idle_;
+  RankedMutex<LockRank::Volume> mutex_;
+  Condition idle_;
   std::size_t transfers_ = 0;                     // guarded by mutex_
   std::vector<std::unique_ptr<Engine>> engines_;  // last: its threads use all of the above
 };

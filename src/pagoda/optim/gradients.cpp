@@ -68,7 +68,7 @@ Gradients::Gradients(pager::Tiers& tiers, ThreadPool& pool, Options options)
 
 void Gradients::add(TrainedPage& page, std::uint64_t begin, std::uint64_t count,
                     std::span<const std::byte* const> ranks, const std::vector<bool>& present) {
-  PAGODA_TRACE("gradients", "add", {"page", page.page->name}, {"elements", count});
+  PAGODA_TRACE("gradients", "add", {"page", page.page->name()}, {"elements", count});
   const Bytes size = kernels::element_size(page.gradient_dtype);
   const Bytes home_begin = (begin - page.gradient_range.begin) * size;
   if (tiers_.in_place(page.gradient)) {
@@ -85,7 +85,7 @@ void Gradients::add(TrainedPage& page, std::uint64_t begin, std::uint64_t count,
       add_piece(page, begin + done, piece, shifted, present, buffer.data());
       tiers_.write(page.gradient, home_begin + done * size, buffer);
     } catch (Error& error) {
-      error.add_context(context("page", page.page->name));
+      error.add_context(context("page", page.page->name()));
       throw;
     }
     for (const std::byte*& rank : shifted) {
@@ -152,10 +152,64 @@ void Gradients::added(TrainedPage& page, const std::vector<bool>& present) {
   }
 }
 
+void Gradients::forget(TrainedPage& page, std::uint32_t parameter) {
+  if (!page.parameters[parameter].filled) return;
+  page.parameters[parameter].filled = false;
+  page.gathered = false;
+  if (!page.filled()) {
+    clear(page);
+    return;
+  }
+  // Sums of squares are taken of whole blocks, in which it counts as zero.
+  if (!options_.squares) page.squares.clear();
+  const Bytes size = kernels::element_size(page.gradient_dtype);
+  const std::uint64_t most = options_.staging / size / kBlock * kBlock;
+  for (std::uint64_t at = page.reduced.begin; at < page.reduced.end;) {
+    const std::uint64_t piece = std::min(most, page.reduced.end - at);
+    const Bytes home_begin = (at - page.gradient_range.begin) * size;
+    const std::span buffer(staging_.data(), piece * size);
+    tiers_.read(page.gradient, home_begin, buffer);
+    for (const Segment& segment : page.segments) {
+      const std::uint64_t first = std::max(at, segment.range.begin);
+      const std::uint64_t last = std::min(at + piece, segment.range.end);
+      if (segment.parameter != parameter || first >= last) continue;
+      std::memset(buffer.data() + (first - at) * size, 0, (last - first) * size);
+    }
+    tiers_.write(page.gradient, home_begin, buffer);
+    if (options_.squares) {
+      kernels::block_sums_of_squares(
+          {page.gradient_dtype, buffer.data()}, piece, 1,
+          std::span(page.squares)
+              .subspan((at - page.reduced.begin) / kBlock, kernels::norm_blocks(piece)),
+          pool_);
+    }
+    at += piece;
+  }
+}
+
 void Gradients::clear(TrainedPage& page) noexcept {
   for (TrainedParameter& parameter : page.parameters) parameter.filled = false;
   page.squares.clear();
   page.gathered = false;
+}
+
+void Gradients::measure(TrainedPage& page) {
+  const Bytes size = kernels::element_size(page.gradient_dtype);
+  const Bytes home_begin = (page.reduced.begin - page.gradient_range.begin) * size;
+  const std::uint64_t count = page.reduced.size();
+  page.squares.resize(kernels::norm_blocks(count));
+  const bool in_place = tiers_.in_place(page.gradient);
+  const std::uint64_t most = in_place ? count : options_.staging / size / kBlock * kBlock;
+  for (std::uint64_t done = 0; done < count;) {
+    const std::uint64_t piece = std::min(most, count - done);
+    const std::span buffer(staging_.data(), piece * size);
+    if (!in_place) tiers_.read(page.gradient, home_begin + done * size, buffer);
+    const std::byte* sum = in_place ? page.gradient.data() + home_begin : buffer.data();
+    kernels::block_sums_of_squares(
+        {page.gradient_dtype, sum}, piece, 1,
+        std::span(page.squares).subspan(done / kBlock, kernels::norm_blocks(piece)), pool_);
+    done += piece;
+  }
 }
 
 void Gradients::read(const TrainedPage& page, std::uint64_t begin, std::span<float> to) {

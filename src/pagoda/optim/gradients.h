@@ -40,11 +40,17 @@ class Gradients {
   void taken(TrainedPage& page, const std::vector<bool>& present);
   /// All of a micro-batch's elements have been added.
   void added(TrainedPage& page, const std::vector<bool>& present);
+  /// The parameter's gradient, if it has one, is as if it had never come; others stay.
+  void forget(TrainedPage& page, std::uint32_t parameter);
   /// The step is over: accumulators start anew.
   static void clear(TrainedPage& page) noexcept;
 
   /// Reads elements of page.gradient_range as fp32; zeros where there is no gradient.
   void read(const TrainedPage& page, std::uint64_t begin, std::span<float> to);
+  /// Takes the sums of squares of what has been added up, where they are not kept.
+  void measure(TrainedPage& page);
+  /// Options::staging bytes, for whoever calls between two of the above.
+  std::span<std::byte> scratch() noexcept { return {staging_.data(), options_.staging}; }
 
  private:
   void add_piece(TrainedPage& page, std::uint64_t begin, std::uint64_t count,

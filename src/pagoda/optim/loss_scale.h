@@ -25,17 +25,23 @@ class LossScale {
 
   double scale() const noexcept { return scale_; }
   std::uint64_t skipped() const noexcept { return skipped_; }
+  /// Since the last step that was not.
+  std::uint64_t skipped_in_a_row() const noexcept { return in_a_row_; }
+  /// Whether another step that is skipped makes it smaller.
+  bool can_fall() const noexcept {
+    return options_.dynamic && scale_ * options_.backoff >= options_.smallest;
+  }
 
   /// A step is over: its gradients were finite, or it is skipped.
   void step(bool finite) noexcept {
     if (!finite) {
       ++skipped_;
+      ++in_a_row_;
       good_ = 0;
-      if (options_.dynamic && scale_ * options_.backoff >= options_.smallest) {
-        scale_ *= options_.backoff;
-      }
+      if (can_fall()) scale_ *= options_.backoff;
       return;
     }
+    in_a_row_ = 0;
     if (++good_ < options_.window || !options_.dynamic) return;
     good_ = 0;
     scale_ *= options_.growth;
@@ -46,6 +52,7 @@ class LossScale {
   double scale_ = 1;
   std::uint64_t good_ = 0;
   std::uint64_t skipped_ = 0;
+  std::uint64_t in_a_row_ = 0;
 };
 
 }  // namespace pagoda::optim

@@ -7,7 +7,7 @@
 
 #include "pagoda/kernels/element.h"
 #include "pagoda/pager/home.h"
-#include "pagoda/pager/page.h"
+#include "pagoda/pager/pager.h"
 #include "pagoda/pager/sharding.h"
 
 namespace pagoda::optim {
@@ -26,6 +26,9 @@ struct TrainedParameter {
   std::uint64_t updates = 0;  // steps it has taken: the updater's
   bool used = false;          // has a gradient in this step: the engine's, between steps
   bool filled = false;        // its accumulator has a gradient: the gradients' thread
+  /// Given to the optimizer and not trained (docs/notes/thaw.md): its gradients are dropped. The
+  /// gradients' thread, and step() in between.
+  bool frozen = false;
 };
 
 /// A page with gradient and optimizer state. Made when a model is attached; who may change what is
@@ -56,8 +59,14 @@ struct TrainedPage {
   std::vector<double> squares;
   /// With stage 0: what the other ranks have reduced is in `gradient`, too. The same on all ranks.
   bool gathered = false;
+  /// A parameter of it was thawed since the last step: its update waits for step(), in which the
+  /// ranks agree. The gradients' thread, and step() in between.
+  bool joining = false;
 
   std::uint64_t elements() const noexcept { return page->elements; }
+  /// The page's own home: for whoever makes its next version (Pager::home()).
+  pager::Home& home() const noexcept { return pager::Pager::home(*page); }
+  pager::Range home_range() const noexcept { return pager::Pager::home_range(*page); }
   /// Whether any of its parameters has a gradient in this step.
   bool filled() const noexcept {
     return std::any_of(parameters.begin(), parameters.end(),

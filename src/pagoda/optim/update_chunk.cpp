@@ -15,6 +15,9 @@ using kernels::ConstElements;
 using kernels::Elements;
 using pager::Tier;
 
+// Elements of a state on disk that follow their parameters at a time.
+constexpr std::uint64_t kFollowed = 16U << 10;
+
 /// Different parameters round with different noise.
 std::uint64_t rounding_seed(std::uint64_t seed, std::uint32_t parameter) {
   return kernels::mix64(kernels::mix64(seed) ^ parameter);
@@ -74,8 +77,8 @@ Bytes UpdateChunk::begin(const TrainedPage& page, const StateLayout& layout, std
   parameter_ = {};
   updated_ = {};
   if (written.parameters == nullptr || reads_parameter()) {
-    parameter_ = place(page.page->home, (elements_.begin - page.page->home_range.begin) * size,
-                       count * size, free);
+    parameter_ =
+        place(page.home(), (elements_.begin - page.home_range().begin) * size, count * size, free);
   }
   if (written.parameters == nullptr) {
     updated_ = parameter_;
@@ -192,12 +195,12 @@ Bytes UpdateChunk::write() {
 void copy_parameters(pager::Tiers& tiers, TrainedPage& page, const pager::Home& from,
                      ThreadPool& pool) {
   const Bytes size = page.page->element_size;
-  const Bytes offset = (page.updated.begin - page.page->home_range.begin) * size;
+  const Bytes offset = (page.updated.begin - page.home_range().begin) * size;
   const std::span values(from.data(), page.updated.size() * size);
-  if (tiers.in_place(page.page->home)) {
-    copy(values, page.page->home.data() + offset, pool);
+  if (tiers.in_place(page.home())) {
+    copy(values, page.home().data() + offset, pool);
   } else {
-    tiers.write(page.page->home, offset, values);
+    tiers.write(page.home(), offset, values);
   }
 }
 
@@ -209,35 +212,48 @@ void follow_parameters(pager::Tiers& tiers, TrainedPage& page, const StateLayout
   const auto* was = reinterpret_cast<const std::uint16_t*>(before);
   const auto* is = reinterpret_cast<const std::uint16_t*>(after);
   const bool in_place = tiers.in_place(page.state);
-  std::vector<std::byte> buffer;
+  const Bytes moment = kernels::element_size(layout.moments);
+  const Bytes master = layout.master == StateLayout::Master::Whole ? 4 : 2;
+  const bool ties = layout.master == StateLayout::Master::Split;
+  // What lies elsewhere passes through two small buffers: all of a chunk may be much.
+  std::vector<std::byte> masters(in_place ? 0 : kFollowed * master);
+  std::vector<std::byte> variances(in_place || !ties ? 0 : kFollowed * moment);
   for (std::uint64_t done = 0; done < count;) {
     const std::uint64_t at = begin + done - page.updated.begin;
     const std::uint64_t index = at / layout.chunk;
     const std::uint64_t skip = at % layout.chunk;
     const std::uint64_t in_chunk = layout.count(page.updated.size(), index);
-    const std::uint64_t piece = std::min(count - done, in_chunk - skip);
+    const std::uint64_t piece =
+        std::min({count - done, in_chunk - skip, in_place ? count : kFollowed});
     if (std::memcmp(was + done, is + done, piece * 2) != 0) {
-      const StateLayout::Offsets offsets = layout.offsets(in_chunk);
-      if (!in_place) {
-        buffer.resize(offsets.end);
-        tiers.read(page.state, layout.begin(index), buffer);
-      }
-      std::byte* chunk = in_place ? page.state.data() + layout.begin(index) : buffer.data();
+      const Bytes chunk = layout.begin(index);
+      const Bytes master_at = chunk + skip * master;
+      const Bytes variance_at = chunk + layout.offsets(in_chunk).variance + skip * moment;
+      const auto bytes = [&](std::vector<std::byte>& buffer, Bytes offset, Bytes size) {
+        std::byte* data = in_place ? page.state.data() + offset : buffer.data();
+        const std::span<std::byte> out(data, piece * size);
+        if (!in_place) tiers.read(page.state, offset, out);
+        return out;
+      };
+      const std::span<std::byte> to = bytes(masters, master_at, master);
+      const std::span<std::byte> signs =
+          ties ? bytes(variances, variance_at, moment) : std::span<std::byte>();
       for (std::uint64_t i = 0; i < piece; ++i) {
         if (was[done + i] == is[done + i]) continue;
         const std::uint16_t bits = is[done + i];
-        if (layout.master == StateLayout::Master::Whole) {
-          kernels::cast(ConstElements{page.dtype, &bits},
-                        reinterpret_cast<float*>(chunk) + skip + i, 1);
+        if (!ties) {
+          kernels::cast(ConstElements{page.dtype, &bits}, reinterpret_cast<float*>(to.data()) + i,
+                        1);
         } else {
-          reinterpret_cast<std::int16_t*>(chunk)[skip + i] = 0;
+          reinterpret_cast<std::int16_t*>(to.data())[i] = 0;
           // The tie's bit is the sign of the second moment: a rest of zero is no tie.
-          std::byte* sign =
-              chunk + offsets.variance + (skip + i + 1) * kernels::element_size(layout.moments) - 1;
-          *sign &= std::byte{0x7F};
+          signs[(i + 1) * moment - 1] &= std::byte{0x7F};
         }
       }
-      if (!in_place) tiers.write(page.state, layout.begin(index), buffer);
+      if (!in_place) {
+        tiers.write(page.state, master_at, to);
+        if (ties) tiers.write(page.state, variance_at, signs);
+      }
     }
     done += piece;
   }

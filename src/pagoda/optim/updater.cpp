@@ -23,7 +23,7 @@ void naming_page(const TrainedPage& page, Fn&& fn) {
   try {
     fn();
   } catch (Error& error) {
-    error.add_context(context("page", page.page->name));
+    error.add_context(context("page", page.page->name()));
     throw;
   }
 }
@@ -127,9 +127,10 @@ void Updater::stop() noexcept {
   if (thread_.joinable()) thread_.join();
 }
 
-void Updater::set_callbacks(Finished finished, Writing writing) {
+void Updater::set_callbacks(Finished finished, Writing writing, Writing holding) {
   const std::lock_guard lock(mutex_);
   before_write_ = std::move(writing);
+  before_hold_ = std::move(holding);
   finished_ = std::move(finished);
 }
 
@@ -151,7 +152,7 @@ Bytes Updater::buffered_bytes(const TrainedPage& page, const StateLayout& layout
   Bytes out = 0;
   if (!tiers.in_place(page.state)) out += layout.element_bytes();
   if (!tiers.in_place(page.gradient)) out += kernels::element_size(page.gradient_dtype);
-  if (!tiers.in_place(page.page->home)) out += page.page->element_size;
+  if (!tiers.in_place(page.home())) out += page.page->element_size;
   return out;
 }
 
@@ -170,8 +171,9 @@ void Updater::add(TrainedPage& page, const Optimizer& optimizer) {
           : align_down(UpdateChunk::buffer_bytes(options_.chunk) / buffered, kWholeBlocks);
   record->layout.chunk = std::max(record->layout.chunk, more);
   PAGODA_CHECK_LE(record->layout.bytes(page.updated.size()), page.state.size());
+  const std::uint64_t version = pager_.look(*page.page).version;
   const std::lock_guard lock(mutex_);
-  record->done = record->target = page.page->version;
+  record->done = record->target = version;
   records_[page.page] = std::move(record);
 }
 
@@ -187,9 +189,9 @@ const pager::Home* Updater::early_home(const TrainedPage& page, bool reversible)
 
 /// Whether what is in `next` becomes the page's home by changing places with it.
 bool Updater::exchanges(const TrainedPage& page, const pager::Home& next) const noexcept {
-  const pager::Home& home = page.page->home;
-  return !page.page->fixed && page.page->home_range == page.updated && home.tier() == next.tier() &&
-         home.size() == next.size();
+  const pager::Home& home = page.home();
+  return !pager_.look(*page.page).fixed && page.home_range() == page.updated &&
+         home.tier() == next.tier() && home.size() == next.size();
 }
 
 std::optional<Updater::EarlyBytes> Updater::early_bytes(const TrainedPage& page,
@@ -221,7 +223,7 @@ void Updater::start(std::span<TrainedPage* const> order,
   for (TrainedPage* page : order) {
     Record& record = *records_.at(page->page);
     PAGODA_CHECK(record.stage == Stage::Idle, "a page has two pending updates (page {})",
-                 page->page->name);
+                 page->page->name());
     ++record.target;
     enqueue(record, scalars);
   }
@@ -240,7 +242,7 @@ void Updater::start_early(TrainedPage& page, std::shared_ptr<const StepScalars> 
   const std::lock_guard lock(mutex_);
   Record& record = *records_.at(page.page);
   PAGODA_CHECK(record.stage == Stage::Idle, "a page has two pending updates (page {})",
-               page.page->name);
+               page.page->name());
   enqueue(record, std::move(scalars));
   record.early = true;
   record.released = false;
@@ -277,7 +279,7 @@ void Updater::release(std::span<TrainedPage* const> pages) {
     for (const TrainedPage* page : pages) {
       Record& record = *records_.at(page->page);
       PAGODA_CHECK(record.stage != Stage::Idle && !record.released,
-                   "no early update of page {} has begun", page->page->name);
+                   "no early update of page {} has begun", page->page->name());
       ++record.target;
       record.released = true;
       if (record.stage == Stage::Waiting) {  // an ordinary one
@@ -299,7 +301,7 @@ void Updater::roll_back(std::span<TrainedPage* const> pages) {
   for (const TrainedPage* page : pages) {
     Record& record = *records_.at(page->page);
     PAGODA_CHECK(!record.released && (record.reversible || record.stage == Stage::Waiting),
-                 "an update cannot be rolled back (page {})", page->page->name);
+                 "an update cannot be rolled back (page {})", page->page->name());
     ++stats_.rolled_back;
     if (record.stage == Stage::Running) {
       record.rolled_back = true;
@@ -317,6 +319,8 @@ void Updater::roll_back(std::span<TrainedPage* const> pages) {
     changed_.wait(lock, [&] { return record.stage == Stage::Idle || error_ != nullptr; });
   }
   if (error_ != nullptr) std::rethrow_exception(error_);
+  lock.unlock();
+  for (const TrainedPage* page : pages) pager_.withdraw_next(*page->page);
 }
 
 void Updater::follow(std::span<TrainedPage* const> order) {
@@ -345,7 +349,7 @@ void Updater::bring_forward(Record& record) {
 void Updater::settle(pager::Page& page) {
   std::unique_lock lock(mutex_);
   const auto found = records_.find(&page);
-  PAGODA_CHECK(found != records_.end(), "page {} owes an update and has no state", page.name);
+  PAGODA_CHECK(found != records_.end(), "page {} owes an update and has no state", page.name());
   Record& record = *found->second;
   bring_forward(record);
   const std::uint64_t target = record.target;
@@ -370,9 +374,11 @@ const std::byte* Updater::settle_parts(pager::Page& page, std::span<const pager:
   const std::uint64_t target = record.target;
   // An early update that step() has found under way leaves them where home will be.
   const auto where = [&] {
-    return record.done < target && record.early ? record.next->data() : page.home.data();
+    return record.done < target && record.early ? record.next->data()
+                                                : pager::Pager::home(page).data();
   };
-  if (record.done >= target || parts.empty()) return where();
+  // What is computed and only has to be copied home must not be made a second time.
+  if (record.done >= target || record.copies || parts.empty()) return where();
   // Others of it may have gone first already, and once is enough: then the rest comes next.
   const bool first = record.asked.empty() && record.made.empty();
   if (first) {
@@ -390,13 +396,22 @@ const std::byte* Updater::settle_parts(pager::Page& page, std::span<const pager:
 }
 
 void Updater::about_to_write(pager::Page& page) {
-  Writing writing;
+  call_of_trained(before_write_, page);
+}
+
+void Updater::about_to_hold(pager::Page& page) {
+  call_of_trained(before_hold_, page);
+}
+
+/// Calls it without the lock, for it may wait.
+void Updater::call_of_trained(const Writing& callback, pager::Page& page) {
+  Writing call;
   {
     const std::lock_guard lock(mutex_);
     if (!records_.contains(&page)) return;
-    writing = before_write_;
+    call = callback;
   }
-  if (writing) writing(page);
+  if (call) call(page);
 }
 
 void Updater::settle_part(const pager::Page& page, std::uint64_t version) {
@@ -414,7 +429,7 @@ void Updater::settle_part(const pager::Page& page, std::uint64_t version) {
   changed_.notify_all();
   if (error_ != nullptr) std::rethrow_exception(error_);
   PAGODA_CHECK(made, "page {} has no update {}: its model was released, or the engine ends",
-               page.name, version);
+               page.name(), version);
 }
 
 void Updater::await_part(const pager::Page& page) {
@@ -497,7 +512,7 @@ void Updater::run() {
 }
 
 /// Gives free slots the next chunks and starts their reads.
-void Updater::fill_slots(std::unique_lock<std::mutex>& lock) {
+void Updater::fill_slots(RankedLock<LockRank::Updater>& lock) {
   while (!free_.empty()) {
     if (current_ == nullptr) {
       if (queue_.empty()) break;
@@ -542,7 +557,8 @@ void Updater::compute(Slot& slot) {
     const std::lock_guard lock(mutex_);
     if (record.rolled_back) return;
   }
-  PAGODA_TRACE("optim", "update", {"page", record.page->page->name}, {"elements", elements.size()});
+  PAGODA_TRACE("optim", "update", {"page", record.page->page->name()},
+               {"elements", elements.size()});
   const Stopwatch working;
   if (record.page->state_blank) slot.chunk.fill_blank(pool_);
   slot.chunk.apply(without(elements, record.made), *record.step, options_.seed, pool_);
@@ -558,7 +574,7 @@ void Updater::compute(Slot& slot) {
 }
 
 /// Updates the parts that somebody waits for, as far as their chunks' turn has not come yet.
-void Updater::make_parts(Record& record, std::unique_lock<std::mutex>& lock) {
+void Updater::make_parts(Record& record, RankedLock<LockRank::Updater>& lock) {
   const TrainedPage& page = *record.page;
   std::vector<pager::Range> parts = std::exchange(record.asked, {});
   if (page.state_blank) {  // masters are made chunk by chunk: all of the page goes first
@@ -566,7 +582,7 @@ void Updater::make_parts(Record& record, std::unique_lock<std::mutex>& lock) {
     return;
   }
   lock.unlock();
-  PAGODA_TRACE("optim", "update parts", {"page", page.page->name}, {"parts", parts.size()});
+  PAGODA_TRACE("optim", "update parts", {"page", page.page->name()}, {"parts", parts.size()});
   const Stopwatch working;
   UpdateChunk chunk(pager_.tiers());  // nothing needs a buffer: see settles_parts()
   auto next = parts.cbegin();
@@ -610,6 +626,10 @@ void Updater::page_done(Record& record) {
     std::erase(asked_, &record);
     if (!record.released) {
       record.stage = record.rolled_back ? Stage::Idle : Stage::Computed;
+      if (record.stage == Stage::Computed &&
+          record.page->updated.size() == record.page->page->elements) {
+        pager_.offer_next(*record.page->page, *record.next);
+      }
       --owed_;
       changed_.notify_all();
       return;

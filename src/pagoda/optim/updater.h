@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <condition_variable>
 #include <deque>
 #include <exception>
 #include <functional>
@@ -13,6 +12,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "pagoda/base/ranked_mutex.h"
 #include "pagoda/base/thread_pool.h"
 #include "pagoda/optim/optimizer.h"
 #include "pagoda/optim/state_layout.h"
@@ -58,7 +58,7 @@ class Updater final : public pager::Debts {
   /// Called on the updater's thread when this rank's part of a page is done. True: the page is up
   /// to date; false: the callee says so to the pager later (other ranks' parts are missing).
   using Finished = std::function<bool(TrainedPage&, std::uint64_t version)>;
-  /// Called on the thread that is about to write to a page; may wait.
+  /// Called on the thread that is about to write to a page, or to hold it; may wait.
   using Writing = std::function<void(pager::Page&)>;
 
   Updater(pager::Pager& pager, ThreadPool& pool, Options options);
@@ -68,7 +68,7 @@ class Updater final : public pager::Debts {
   /// Drops updates that have not begun and ends the thread: no callback runs afterwards.
   void stop() noexcept;
 
-  void set_callbacks(Finished finished, Writing writing);
+  void set_callbacks(Finished finished, Writing writing, Writing holding = {});
 
   /// The layout of a page's state under `optimizer`.
   StateLayout layout(const TrainedPage& page, const Optimizer& optimizer) const;
@@ -110,6 +110,7 @@ class Updater final : public pager::Debts {
   bool settles_parts(const pager::Page& page, std::uint64_t wanted) override;
   const std::byte* settle_parts(pager::Page& page, std::span<const pager::Range> parts) override;
   void about_to_write(pager::Page& page) override;
+  void about_to_hold(pager::Page& page) override;
   pager::Range kept(const pager::Page& page, pager::Range shard) override;
   void overwritten(pager::Page& page, std::uint64_t begin, std::uint64_t count,
                    const std::byte* before, const std::byte* after) override;
@@ -132,13 +133,14 @@ class Updater final : public pager::Debts {
 
   Bytes buffered_bytes(const TrainedPage& page, const StateLayout& layout) const;
   static bool sooner(const Record* a, const Record* b) noexcept;
+  void call_of_trained(const Writing& callback, pager::Page& page);
   void bring_forward(Record& record);
   void enqueue(Record& record, std::shared_ptr<const StepScalars> scalars);
   void enqueue(Record& record);
   void run();
-  void fill_slots(std::unique_lock<std::mutex>& lock);
+  void fill_slots(RankedLock<LockRank::Updater>& lock);
   void compute(Slot& slot);
-  void make_parts(Record& record, std::unique_lock<std::mutex>& lock);
+  void make_parts(Record& record, RankedLock<LockRank::Updater>& lock);
   void finish(Slot& slot);
   void page_done(Record& record);
   void publish(Record& record);
@@ -150,9 +152,10 @@ class Updater final : public pager::Debts {
   const Options options_;
   Finished finished_;
   Writing before_write_;
+  Writing before_hold_;
 
-  mutable std::mutex mutex_;
-  std::condition_variable changed_;
+  mutable RankedMutex<LockRank::Updater> mutex_;
+  Condition changed_;
   std::unordered_map<const pager::Page*, std::unique_ptr<Record>> records_;  // guarded by mutex_
   std::deque<Record*> queue_;  // guarded by mutex_; as sooner() says
   std::deque<Record*> asked_;  // for parts, which go before all else; guarded by mutex_

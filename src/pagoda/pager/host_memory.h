@@ -4,13 +4,13 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "pagoda/base/aligned_buffer.h"
 #include "pagoda/base/budget.h"
+#include "pagoda/base/ranked_mutex.h"
 #include "pagoda/device/block.h"
 #include "pagoda/device/device.h"
 #include "pagoda/device/pinned_arena.h"
@@ -59,7 +59,7 @@ class HostMemory {
   const std::shared_ptr<device::Device> device_;
   Budget& budget_;
   const Bytes slab_bytes_;
-  mutable std::mutex mutex_;
+  mutable RankedMutex<LockRank::HostMemory> mutex_;
   Bytes next_slab(std::string_view tag, Bytes wanted) const;
 
   std::vector<Slab> slabs_;                             // guarded by mutex_

@@ -1,93 +1,97 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "pagoda/pager/pager.h"
 
-#include <algorithm>
 #include <utility>
 
 #include "pagoda/base/error.h"
-#include "pagoda/base/log.h"
+#include "pagoda/pager/holds.h"
+#include "pagoda/pager/home_reads.h"
+#include "pagoda/pager/thread_pins.h"
+#include "pagoda/pager/touches.h"
+#include "pagoda/pager/versions.h"
 
 namespace pagoda::pager {
+
+using Lock = PageTable::Lock;
+
+/// One noun each; later ones use earlier ones.
+struct Pager::Parts {
+  Parts(Tiers& tiers, const Options& options)
+      : table(tiers),
+        bindings(options.pin_advice),
+        copies(table, tiers, bindings),
+        homes(table, tiers, options, copies),
+        fetcher(table, tiers, options, copies,
+                [this](const Lock& lock) { room.fetch_ahead(lock); }),
+        room(table, tiers, bindings, copies, homes, fetcher),
+        holds(table, tiers, homes, copies),
+        versions(table, bindings, copies, room),
+        touches(table, tiers, options, bindings, copies, homes, fetcher, room) {}
+
+  PageTable table;
+  Bindings bindings;
+  DeviceCopies copies;
+  Homes homes;
+  Fetcher fetcher;
+  Room room;
+  Holds holds;
+  Versions versions;
+  Touches touches;
+};
+
+Bytes Pager::bookkeeping() noexcept {
+  return sizeof(PageRecord);
+}
 
 Pager::Pager(Tiers& tiers, Options options)
     : tiers_(tiers),
       options_(std::move(options)),
-      lanes_(options_.fetch_threads),
-      room_stream_(tiers.device()->make_stream({.name = "room"})),
-      write_stream_(tiers.device()->make_stream({.name = "pages out"})),
-      fetchers_(options_.fetch_threads, "fetch") {
-  unsigned number = 0;
-  for (Lane& lane : lanes_) {
-    lane.stream = tiers_.device()->make_stream({.name = fmt::format("pages in {}", number++)});
-    if (tiers_.device()->kind() == device::DeviceKind::Host) continue;  // filled without it
-    lane.staging = tiers_.host().allocate(options_.staging, tag::kStaging, "fetch staging");
-  }
-  write_staging_ = tiers_.host().allocate(options_.staging, tag::kStaging, "write-back staging");
-}
+      parts_(std::make_unique<Parts>(tiers_, options_)) {}
 
 void Pager::stop_fetching() noexcept {
   {
-    const Lock lock(mutex_);
-    if (refused_.empty()) refused_ = "the engine has ended";  // nor is anything fetched ahead
+    const Lock lock = parts_->table.lock();
+    parts_->bindings.refuse("the engine has ended", lock);  // nor is anything fetched ahead
   }
-  fetchers_.stop(ThreadPool::Stop::Cancel);
+  parts_->fetcher.stop();
 }
 
 Pager::~Pager() {
   stop_fetching();
-  Lock lock(mutex_);
-  for (const auto& page : pages_) {
+  Lock lock = parts_->table.lock();
+  for (PageRecord* page : parts_->table.pages(lock)) {
     if (page == nullptr) continue;
-    if (page->bound) unbind(*page, lock);
-    let_reads_end(*page, lock);
+    if (page->bound) parts_->bindings.unbind(*page, lock);
+    home_reads::let_end(*page, lock);
   }
 }
 
 void Pager::set_foresight(Foresight* foresight) {
-  const Lock lock(mutex_);
-  foresight_ = foresight;
+  parts_->table.set_foresight(foresight, parts_->table.lock());
 }
 
 void Pager::set_debts(Debts* debts) {
-  const Lock lock(mutex_);
-  debts_ = debts;
+  parts_->homes.set_debts(debts, parts_->table.lock());
 }
 
 void Pager::set_remote(RemoteShards* remote) {
-  const Lock lock(mutex_);
-  remote_ = remote;
+  parts_->fetcher.set_remote(remote, parts_->table.lock());
 }
+
+// Pages.
 
 Page& Pager::adopt(std::string name, std::uint64_t elements, Bytes element_size,
                    Placement placement, const std::byte* bytes, device::Direction from) {
-  Page* page = nullptr;
+  PageRecord* page = nullptr;
   {
-    Lock lock(mutex_);
-    bury(lock);
-    const auto id = static_cast<PageId>(pages_.size());
-    pages_.push_back(std::make_unique<Page>(id, std::move(name), elements, element_size));
-    page = pages_.back().get();
-    by_id_.push_back(page);
-    ++absent_;
-    const std::lock_guard graves(graveyard_mutex_);  // storage_died() cannot ask for memory
-    if (graveyard_.capacity() < pages_.size()) graveyard_.reserve(2 * pages_.size());
+    const Lock lock = parts_->table.lock();
+    parts_->touches.bury(lock);
+    page = &parts_->table.add(std::move(name), elements, element_size, lock);
   }
   try {
-    page->home =
-        tiers_.allocate(page->bytes(), placement == Placement::Device ? Placement::Auto : placement,
-                        tag::kParameters, page->name);
-    page->home_range = {0, elements};
-    if (bytes != nullptr && page->bytes() > 0) {
-      if (from == device::Direction::DeviceToHost) {
-        const std::lock_guard writing(write_mutex_);
-        store(*page, bytes);
-      } else {
-        tiers_.write(page->home, 0, {bytes, page->bytes()});
-      }
-      page->blank = false;
-    }
+    parts_->homes.create(*page, placement, bytes, from);
   } catch (Error& error) {
-    error.add_context(context("page", page->name));
+    error.add_context(context("page", page->name()));
     drop(*page);
     throw;
   } catch (...) {
@@ -97,191 +101,358 @@ Page& Pager::adopt(std::string name, std::uint64_t elements, Bytes element_size,
   return *page;
 }
 
+void Pager::rename(Page& page, std::string name) {
+  const Lock lock = parts_->table.lock();
+  if (page.name() == name) return;
+  record_of(page).rename(std::move(name));
+  parts_->bindings.changed(record_of(page), lock);
+}
+
 void Pager::set_binding(Page& page, Binding* binding) {
-  const Lock lock(mutex_);
+  PageRecord& record = record_of(page);
+  const Lock lock = parts_->table.lock();
   if (binding != nullptr) {  // whatever storage it had before: the page lives
-    const std::lock_guard graves(graveyard_mutex_);
-    std::erase(graveyard_, &page);
-    page.dead = false;
+    parts_->table.graveyard().forget(record);
+    record.dead = false;
   }
-  page.binding = binding;
-  unbind(page, lock);
+  record.binding = binding;
+  record.bound = false;
+  parts_->bindings.changed(record, lock);
+}
+
+void Pager::set_attached(Page& page, bool attached) {
+  const Lock lock = parts_->table.lock();
+  record_of(page).attached = attached;
 }
 
 void Pager::storage_died(Page& page) noexcept {
-  const std::lock_guard lock(graveyard_mutex_);
-  graveyard_.push_back(&page);
-  any_dead_.store(true, std::memory_order_release);
-}
-
-void Pager::drop(Page& page) {
-  Lock lock(mutex_);
-  for (;;) {
-    changed_.wait(lock, [&] { return !page.moving() && page.readers == 0; });
-    if (!home_is_read(page, lock)) break;
-    let_reads_end(page, lock);  // the lock is open: it may be fetched ahead meanwhile
-  }
-  page.binding = nullptr;
-  remove(page, lock);
-}
-
-void Pager::remove(Page& page, const Lock& lock) {
-  set_residency(page, Residency::Absent, lock);
-  --absent_;
-  if (foresight_ != nullptr) foresight_->forget(page.id);
-  const PageId id = page.id;
-  by_id_[id] = nullptr;
-  pages_[id].reset();
-}
-
-void Pager::set_residency(Page& page, Residency to, const Lock& lock) {
-  if (page.residency == Residency::Absent) --absent_;
-  if (page.residency == Residency::Resident) {
-    by_id_[resident_.back()]->place = page.place;
-    resident_[page.place] = resident_.back();
-    resident_.pop_back();
-  }
-  page.residency = to;
-  if (to == Residency::Absent) {
-    ++absent_;
-    if (foresight_ != nullptr) foresight_->absent(page.id);
-  }
-  if (to == Residency::Resident) {
-    page.place = static_cast<std::uint32_t>(resident_.size());
-    resident_.push_back(page.id);
-  }
-  ++changes_;
-  recount(page, lock);
-}
-
-/// After a change of what Page::evictable() looks at.
-void Pager::recount(Page& page, const Lock& /*lock*/) noexcept {
-  const bool spare = page.evictable(false);
-  if (spare == page.spare) return;
-  page.spare = spare;
-  spare_ = spare ? spare_ + page.bytes() : spare_ - page.bytes();
+  parts_->table.graveyard().add(record_of(page));
 }
 
 void Pager::bury_dead() {
-  const Lock lock(mutex_);
-  bury(lock);
+  parts_->touches.bury(parts_->table.lock());
 }
 
-void Pager::bury(const Lock& lock) {
-  if (!any_dead_.load(std::memory_order_acquire)) return;
-  const std::lock_guard graves(graveyard_mutex_);
-  std::erase_if(graveyard_, [&](Page* page) {
-    page->dead = true;
-    page->binding = nullptr;
-    page->bound = false;
-    const bool busy = page->moving() || page->readers > 0 || page->pins > 0 || page->owes() ||
-                      page->attached || home_is_read(*page, lock);
-    if (busy) return false;
-    log::debug("pager", "page dropped with its storage", {{"page", page->name}});
-    remove(*page, lock);
-    return true;
-  });
-  any_dead_.store(!graveyard_.empty(), std::memory_order_release);
-}
-
-Occupancy Pager::occupancy(const Lock& /*lock*/) {
-  return {by_id_, resident_, tiers_.arena().stats().largest_free, spare_, owing_, changes_};
-}
-
-Page* Pager::victim(PageId for_page, bool may_be_dirty, const Lock& lock) {
-  if (foresight_ != nullptr) {
-    const PageId id = foresight_->victim(occupancy(lock), for_page, may_be_dirty);
-    return id == kNoPage ? nullptr : by_id_[id];
+void Pager::drop(Page& page) {
+  PageRecord& record = record_of(page);
+  Lock lock = parts_->table.lock();
+  for (;;) {
+    parts_->table.wait(lock, [&] { return !record.moving() && record.readers == 0; });
+    if (!home_reads::any(record, lock)) break;
+    home_reads::let_end(record, lock);  // the lock is open: it may be fetched ahead meanwhile
   }
-  Page* oldest = nullptr;
-  for (Page* page : by_id_) {
-    if (page == nullptr || !page->evictable(may_be_dirty)) continue;
-    if (oldest == nullptr || page->last_touch < oldest->last_touch) oldest = page;
-  }
-  return oldest;
+  record.binding = nullptr;
+  parts_->table.graveyard().forget(record);
+  parts_->table.remove(record, lock);
 }
 
-/// Starts what the foresight wants fetched ahead, as far as room can be made.
-void Pager::pump(const Lock& lock) {
-  if (absent_ == 0 || foresight_ == nullptr || starved_ > 0 || !refused_.empty()) return;
-  while (fetching_ < 2 * options_.fetch_threads) {
-    const PageId id = foresight_->next_fetch(occupancy(lock));
-    if (id == kNoPage) return;
-    Page& page = *by_id_[id];
-    if (page.residency != Residency::Absent || page.awaited() || page.blank) return;
-    if (page.fetch_error != nullptr) return;  // whoever touches it shall see that first
-    while (!try_take_block(page, lock)) {
-      Page* goes = victim(id, false, lock);
-      if (goes == nullptr) return;
-      drop_copy(*goes, lock);
-    }
-    page.prefetched = true;
-    ++stats_.prefetches;
-    start_fetch(page, Priority::Normal, lock);
+// Operators.
+
+Pin Pager::touch(std::span<const Access> accesses, std::uint8_t mode, device::Stream* consumer) {
+  parts_->touches.touch(accesses, mode, consumer);
+  return {*this, accesses, consumer};
+}
+
+void Pager::unpin(std::span<const Access> accesses, device::Stream* consumer) noexcept {
+  parts_->touches.unpin(accesses, consumer);
+}
+
+Hold Pager::hold(Page& page, device::Stream* consumer, bool write, RawWrites writes) {
+  const Access access{&page, write};
+  Pin pin = touch({&access, 1}, 0, consumer);
+  if (consumer != nullptr) parts_->touches.await_copies({&access, 1});  // for any stream
+  await_other_ranks(page);
+  Lock lock = parts_->table.lock();
+  parts_->holds.add(record_of(page), write, writes, lock);
+  thread_pins::forget(page);  // touch() has just put it there; any thread may let go of a hold
+  pin.forget();
+  return {*this, page};
+}
+
+void Pager::await_other_ranks(Page& page) {
+  Debts* debts = parts_->homes.debts(parts_->table.lock());
+  if (debts != nullptr) debts->about_to_hold(page);
+}
+
+void Pager::release_hold(Page& page) noexcept {
+  const Lock lock = parts_->table.lock();
+  PageRecord& record = record_of(page);
+  parts_->holds.remove(record, lock);
+  record.user_wrote = record.user_wrote || record.dirty();
+  parts_->bindings.unpinned(record, lock);
+  parts_->room.pins_went(lock);
+}
+
+Pin Pager::look_up(const Lookup& lookup, device::Stream* consumer) {
+  if (!parts_->touches.begin_lookup(lookup, consumer)) return {};
+  return {*this, *lookup.page, consumer};
+}
+
+void Pager::end_lookup(Page& page, device::Stream* consumer) noexcept {
+  parts_->touches.end_lookup(record_of(page), consumer);
+}
+
+bool Pager::pinned_by_this_thread(const Page& page) noexcept {
+  return thread_pins::count(page) > 0;
+}
+
+Bytes Pager::needed(std::span<const Access> accesses) const {
+  const Bytes alignment = device::ArenaOptions().alignment;
+  const Lock lock = parts_->table.lock();
+  Bytes sum = 0;
+  for (const Access& access : accesses) {
+    if (!record_of(*access.page).fixed) sum += align_up(access.page->bytes(), alignment);
   }
+  return sum;
+}
+
+void Pager::deny(std::span<const Access> accesses, const std::string& why) noexcept {
+  parts_->bindings.deny(accesses, why, parts_->table.lock());
+}
+
+void Pager::allow(std::span<const Access> accesses) noexcept {
+  const Lock lock = parts_->table.lock();
+  parts_->bindings.allow(accesses, lock);
+  parts_->table.notify();
 }
 
 void Pager::refuse(std::string why) noexcept {
-  const Lock lock(mutex_);
-  refuse(std::move(why), lock);
+  const Lock lock = parts_->table.lock();
+  parts_->bindings.refuse(std::move(why), lock);
+  parts_->table.notify();
 }
 
-void Pager::refuse(std::string why, const Lock& /*lock*/) noexcept {
-  if (refused_.empty()) refused_ = std::move(why);
-  changed_.notify_all();
+// Versions.
+
+std::vector<Page*> Pager::owe(std::span<Page* const> pages) {
+  return parts_->versions.owe(pages);
 }
+
+void Pager::refresh(std::span<Page* const> pages) {
+  for (Page* page : pages) {
+    const Access access{page, false};
+    touch({&access, 1}, 0, nullptr).release();
+    await_other_ranks(*page);
+    Lock lock = parts_->table.lock();
+    if (record_of(*page).holds > 0) parts_->holds.keep(record_of(*page), lock);
+  }
+}
+
+void Pager::bind_fixed() {
+  const Lock lock = parts_->table.lock();
+  for (PageRecord* page : parts_->table.pages(lock)) {
+    if (page != nullptr && page->fixed && !page->owes()) parts_->bindings.bind(*page, lock);
+  }
+}
+
+void Pager::updated(Page& page, std::uint64_t version) {
+  parts_->versions.updated(record_of(page), version);
+}
+
+void Pager::await_version(const Page& page) {
+  parts_->versions.await(record_of(page));
+}
+
+bool Pager::supersede(Page& page) {
+  return parts_->versions.supersede(record_of(page));
+}
+
+void Pager::end_supersede(Page& page) {
+  parts_->versions.end_supersede(record_of(page));
+}
+
+void Pager::offer_next(Page& page, const Home& next) {
+  parts_->versions.offer_next(record_of(page), next);
+}
+
+void Pager::withdraw_next(Page& page) {
+  parts_->versions.withdraw_next(record_of(page));
+}
+
+void Pager::exchange_home(Page& page, Home& other) {
+  parts_->versions.exchange_home(record_of(page), other);
+}
+
+HomeReader Pager::read(Page& page) {
+  return {*this, page, parts_->versions.add_reader(record_of(page))};
+}
+
+void Pager::remove_reader(Page& page) noexcept {
+  parts_->versions.remove_reader(record_of(page));
+}
+
+// Homes.
+
+Home& Pager::home(Page& page) noexcept {
+  return record_of(page).home;
+}
+
+const Home& Pager::home(const Page& page) noexcept {
+  return record_of(page).home;
+}
+
+Range Pager::home_range(const Page& page) noexcept {
+  return record_of(page).home_range;
+}
+
+void Pager::overwrite(Page& page, const std::byte* bytes) {
+  const Access access{&page, true};
+  const Pin pin = touch({&access, 1}, 0, nullptr);
+  parts_->homes.copy_in(record_of(page), bytes);
+}
+
+void Pager::find_raw_writes() {
+  const Lock lock = parts_->table.lock();
+  parts_->holds.find_writes(lock);
+  for (PageRecord* page : parts_->table.pages(lock)) {
+    if (page != nullptr && page->holds > 0 && page->dirty()) page->user_wrote = true;
+  }
+}
+
+std::vector<bool> Pager::written_by_user(std::span<Page* const> pages) const {
+  const Lock lock = parts_->table.lock();
+  std::vector<bool> out;
+  out.reserve(pages.size());
+  for (const Page* page : pages) out.push_back(record_of(*page).user_wrote);
+  return out;
+}
+
+void Pager::forget_user_writes(std::span<Page* const> pages) {
+  const Lock lock = parts_->table.lock();
+  for (Page* page : pages) record_of(*page).user_wrote = false;
+}
+
+std::uint64_t Pager::checksum(Page& page) {
+  const Access access{&page, false};
+  const Pin pin = touch({&access, 1}, 0, nullptr);
+  return parts_->homes.checksum(record_of(page));
+}
+
+std::vector<std::string> Pager::take_told_writes() {
+  const Lock lock = parts_->table.lock();
+  return parts_->holds.take_told(lock);
+}
+
+Pager::Written Pager::written() {
+  const Lock lock = parts_->table.lock();
+  parts_->touches.bury(lock);
+  Written out;
+  for (PageRecord* page : parts_->table.pages(lock)) {
+    if (page == nullptr || !page->has_writes()) continue;
+    out.pages.push_back(page);
+    out.shared = out.shared || page->shared;
+  }
+  return out;
+}
+
+void Pager::write_back(Page& page) {
+  parts_->homes.write_back(record_of(page));
+}
+
+bool Pager::evict(Page& page) {
+  return parts_->homes.evict(record_of(page));
+}
+
+bool Pager::publish(Page& page) {
+  PageRecord& record = record_of(page);
+  parts_->homes.write_back(record);
+  Lock lock = parts_->table.lock();
+  parts_->table.wait(lock, [&] { return !record.moving() && record.readers == 0; });
+  if (record.holds > 0) parts_->holds.keep(record, lock);
+  return parts_->homes.publish(record, lock);
+}
+
+void Pager::set_home_range(Page& page, Range range, Placement placement) {
+  parts_->homes.cut(record_of(page), range, placement);
+}
+
+void Pager::fix(Page& page) {
+  PageRecord& record = record_of(page);
+  const Access access{&page, false};
+  const Pin pin = touch({&access, 1}, 0, nullptr);
+  Lock lock = parts_->table.lock();
+  PAGODA_CHECK(record.whole_home(), "a sharded page cannot stay whole on the device");
+  if (record.fixed) return;
+  parts_->table.wait(lock, [&] { return record.readers == 0; });
+  home_reads::await(record, lock);
+  record.home = tiers_.as_home(std::move(record.block));
+  record.fixed = true;
+  parts_->bindings.changed(record, lock);
+  record.clean();
+}
+
+void Pager::read_home(Page& page, Range elements, Bytes piece, const ReadPiece& read) {
+  publish(page);
+  parts_->homes.read(record_of(page), elements, piece, read);
+}
+
+void Pager::write_home(Page& page, Bytes piece, const WritePiece& write) {
+  parts_->homes.write(record_of(page), piece, write);
+}
+
+void Pager::fill_blank(Page& page) {
+  parts_->homes.fill_blank(record_of(page));
+}
+
+// What others may know.
 
 PagerStats Pager::stats() const {
-  const Lock lock(mutex_);
-  return stats_;
+  const Lock lock = parts_->table.lock();
+  return parts_->table.stats(lock);
+}
+
+PageSnapshot Pager::look(const Page& page) const {
+  const PageRecord& record = record_of(page);
+  const Lock lock = parts_->table.lock();
+  return {record.residency,  record.contents, record.fixed,  record.home.tier(),
+          record.home_range, record.version,  record.wanted, record.pins,
+          record.holds,      record.readers,  record.lookups};
 }
 
 Page* Pager::find(PageId id) const {
-  const Lock lock(mutex_);
-  return id < by_id_.size() ? by_id_[id] : nullptr;
+  const Lock lock = parts_->table.lock();
+  const auto pages = parts_->table.pages(lock);
+  return id < pages.size() ? pages[id] : nullptr;
 }
 
-std::vector<Page*> Pager::pages() const {
-  const Lock lock(mutex_);
-  return by_id_;
-}
-
-/// Forgets the resident copy; home has the bytes, or nobody wants these any more.
-void Pager::drop_copy(Page& page, const Lock& lock) {
-  if (page.residency != Residency::Resident || page.fixed) return;
-  unbind(page, lock);
-  page.block = {};
-  if (page.ready.event != nullptr) note_reading(page, std::move(page.ready), lock);
-  page.ready = {};
-  page.dirty = false;
-  set_residency(page, Residency::Absent, lock);
-  ++stats_.evictions;
-  if (page.prefetched) ++stats_.wasted_prefetches;
-  page.prefetched = false;
-}
-
-void Pager::bind(Page& page, const Lock& /*lock*/) {
-  if (page.bound || page.binding == nullptr) return;
-  page.binding->bind(page.device_block().data());
-  page.bound = true;
-}
-
-/// Where the engine has failed an access says why: an operator whose touch threw may be on its way
-/// to it, while a fetch of the same page fails as well.
-void Pager::unbind(Page& page, const Lock& /*lock*/) {
-  page.bound = false;
-  if (page.binding == nullptr) return;
-  const auto denied = std::find_if(denials_.begin(), denials_.end(),
-                                   [&](const Denial& denial) { return denial.page == &page; });
-  if (denied != denials_.end()) {
-    page.binding->unbind(denied->why);
-    return;
+std::vector<std::size_t> Pager::next_uses(std::span<Page* const> pages) const {
+  const Lock lock = parts_->table.lock();
+  const Foresight* foresight = parts_->table.foresight(lock);
+  std::vector<std::size_t> out;
+  out.reserve(pages.size());
+  for (const Page* page : pages) {
+    out.push_back(foresight == nullptr ? std::numeric_limits<std::size_t>::max()
+                                       : foresight->next_use(page->id));
   }
-  const std::string_view why = page.owes() ? "has a pending update" : "is not on the device";
-  page.binding->unbind(
-      refused_.empty() ? fmt::format("page '{}' {}: nothing announced that it would be read; {}",
-                                     page.name, why, options_.pin_advice)
-                       : refused_);
+  return out;
+}
+
+// What others may have.
+
+void Pin::release() noexcept {
+  Pager* pager = std::exchange(pager_, nullptr);
+  if (pager == nullptr) return;
+  if (lookup_ != nullptr) {
+    pager->end_lookup(*lookup_, consumer_);
+  } else {
+    pager->unpin(accesses_, consumer_);
+  }
+}
+
+Hold::~Hold() {
+  if (pager_ != nullptr) pager_->release_hold(*page_);
+}
+
+HomeReader::~HomeReader() {
+  if (pager_ != nullptr) pager_->remove_reader(*page_);
+}
+
+const Home& HomeReader::home() const noexcept {
+  return Pager::home(*page_);
+}
+
+Range HomeReader::range() const noexcept {
+  return Pager::home_range(*page_);
 }
 
 }  // namespace pagoda::pager

@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <condition_variable>
 #include <cstddef>
-#include <mutex>
 #include <span>
 #include <string_view>
 #include <vector>
 
+#include "pagoda/base/ranked_mutex.h"
 #include "pagoda/pager/host_memory.h"
 
 namespace pagoda::pager {
@@ -49,8 +48,8 @@ class StagingPool {
 
   const Bytes each_ = 0;
   std::vector<HostBlock> memory_;
-  std::mutex mutex_;
-  std::condition_variable freed_;
+  RankedMutex<LockRank::StagingPool> mutex_;
+  Condition freed_;
   std::vector<std::span<std::byte>> free_;  // guarded by mutex_
 };
 

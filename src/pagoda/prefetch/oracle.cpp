@@ -12,37 +12,31 @@ class Oracle::View final : public ArenaView {
       : occupancy_(occupancy), may_be_dirty_(may_be_dirty) {}
 
   PageState page(PageId id) const override {
-    const pager::Page* page = id < occupancy_.pages.size() ? occupancy_.pages[id] : nullptr;
-    PageState state;
-    if (page == nullptr) {
-      state.residency = Residency::Fetching;  // gone: neither to be fetched nor to be evicted
-      return state;
-    }
-    state.bytes = page->bytes();
-    state.pinned = page->pins > 0 || page->fixed || (page->dirty && !may_be_dirty_);
-    switch (page->residency) {
-      case pager::Residency::Absent:
-        // One that was never written has nothing to be fetched.
-        state.residency = page->blank || page->dead ? Residency::Fetching
-                          : page->awaited()         ? Residency::Awaited
-                                                    : Residency::Absent;
+    using Where = pager::Outlook::Where;
+    const pager::Outlook page = occupancy_.page(id);
+    PageState state{page.bytes, Residency::Fetching, page.in_use || (page.dirty && !may_be_dirty_)};
+    switch (page.where) {
+      case Where::Nowhere:  // neither to be fetched nor to be evicted
+      case Where::Moving:
         break;
-      case pager::Residency::Fetching:
-      case pager::Residency::Leaving:
-        state.residency = Residency::Fetching;
+      case Where::Absent:
+        state.residency = Residency::Absent;
         break;
-      case pager::Residency::Resident:
+      case Where::Awaited:
+        state.residency = Residency::Awaited;
+        break;
+      case Where::Resident:
         state.residency = Residency::Resident;
         break;
     }
     return state;
   }
 
-  std::span<const PageId> resident() const override { return occupancy_.resident; }
+  std::span<const PageId> resident() const override { return occupancy_.resident(); }
 
-  Bytes free() const override { return occupancy_.free; }
+  Bytes free() const override { return occupancy_.free(); }
 
-  Bytes evictable() const override { return occupancy_.evictable; }
+  Bytes evictable() const override { return occupancy_.evictable(); }
 
  private:
   const pager::Occupancy& occupancy_;
@@ -90,7 +84,7 @@ void Oracle::fetched(Bytes bytes, double seconds) {
 }
 
 pager::PageId Oracle::next_fetch(const pager::Occupancy& occupancy) {
-  if (quiet_.changes == occupancy.changes && quiet_.surprises == predictor_.surprises() &&
+  if (quiet_.changes == occupancy.changes() && quiet_.surprises == predictor_.surprises() &&
       predictor_.position() < quiet_.position && now_ < quiet_.time) {
     return pager::kNoPage;
   }
@@ -98,13 +92,13 @@ pager::PageId Oracle::next_fetch(const pager::Occupancy& occupancy) {
   const std::size_t first = find_absent(view);
   if (first >= predictor_.size()) return pager::kNoPage;
   const PageId page = predictor_.page_ahead(first);
-  if (occupancy.owing == 0 && view.page(page).bytes <= occupancy.free) return page;
+  if (occupancy.owing() == 0 && view.page(page).bytes <= occupancy.free()) return page;
   Schedule::Pause pause;
   if (const auto next = Schedule(predictor_, view, rate_).next_fetch(&pause)) {
     quiet_ = {};
     return *next;
   }
-  quiet_ = {occupancy.changes, predictor_.surprises(), predictor_.position() + pause.touches,
+  quiet_ = {occupancy.changes(), predictor_.surprises(), predictor_.position() + pause.touches,
             now_ + pause.time};
   return pager::kNoPage;
 }

@@ -27,8 +27,7 @@ class Oracle final : public pager::Foresight {
   pager::PageId victim(const pager::Occupancy& occupancy, pager::PageId for_page,
                        bool may_be_dirty) override;
 
-  /// Touches until the page's next expected use; the largest number where none is expected.
-  std::size_t next_use(pager::PageId page) const noexcept {
+  std::size_t next_use(pager::PageId page) const override {
     return predictor_.next_use(page).value_or(std::numeric_limits<std::size_t>::max());
   }
   Predictor::Stats stats() const { return predictor_.stats(); }

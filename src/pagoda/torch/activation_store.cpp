@@ -68,12 +68,12 @@ struct ActivationStore::Use {
 /// The store's lock, and what may only be let go after it: the last reference to a Kept takes the
 /// lock itself, and the last one to a storage may take Python's.
 struct ActivationStore::Section {
-  explicit Section(std::mutex& mutex) : lock(mutex) {}
+  explicit Section(RankedMutex<LockRank::ActivationStore>& mutex) : lock(mutex) {}
 
   std::vector<std::shared_ptr<Kept>> kept;
   std::vector<StorageRef> storages;
-  Bytes newest = 0;                   // of what has begun to leave in here
-  std::unique_lock<std::mutex> lock;  // the last member is the first to go
+  Bytes newest = 0;                            // of what has begun to leave in here
+  RankedLock<LockRank::ActivationStore> lock;  // the last member is the first to go
 };
 
 namespace {

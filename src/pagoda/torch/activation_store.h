@@ -1,19 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <condition_variable>
 #include <cstdint>
 #include <functional>
 #include <list>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <unordered_map>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/DispatchKeySet.h>
 
+#include "pagoda/base/ranked_mutex.h"
 #include "pagoda/base/thread_pool.h"
 #include "pagoda/device/stream.h"
 #include "pagoda/pager/tiers.h"
@@ -114,8 +113,8 @@ class ActivationStore : public std::enable_shared_from_this<ActivationStore> {
   std::shared_ptr<device::Stream> copies_;  // null where the device is the host
   pager::HostBlock staging_;  // between device and files; the pool's, once leave() has made it
 
-  std::mutex mutex_;
-  std::condition_variable written_;
+  RankedMutex<LockRank::ActivationStore> mutex_;
+  Condition written_;
   // The rest is guarded by mutex_.
   std::uint64_t next_ = 0;
   std::map<std::uint64_t, Kept*> by_number_;                       // one for each saved tensor

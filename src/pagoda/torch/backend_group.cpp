@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "pagoda/torch/backend_group.h"
 
+#include <atomic>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -31,6 +32,10 @@ class BackendGroup final : public comm::Group {
     if (device_.is_cpu()) return;
     const c10::impl::VirtualGuardImpl guard(device_.type());
     stream_ = guard.getStreamFromGlobalPool(device_, /*isHighPriority=*/false);
+  }
+
+  Bytes buffer_bytes() const noexcept override {
+    return buffer_bytes_.load(std::memory_order_relaxed);
   }
 
  private:
@@ -104,11 +109,14 @@ class BackendGroup final : public comm::Group {
     }
   }
 
-  void grow(at::Tensor& buffer, Bytes bytes) const {
-    if (buffer.defined() && static_cast<Bytes>(buffer.numel()) >= bytes) return;
+  /// No larger than what the callers send at a time: `bucket`, and some flags for each page.
+  void grow(at::Tensor& buffer, Bytes bytes) {
+    const Bytes before = buffer.defined() ? static_cast<Bytes>(buffer.numel()) : 0;
+    if (buffer.defined() && before >= bytes) return;
     buffer = at::Tensor();  // before the next one is taken
     buffer = at::empty({static_cast<std::int64_t>(bytes)},
                        at::TensorOptions().dtype(at::kByte).device(device_));
+    buffer_bytes_.fetch_add(bytes - before, std::memory_order_relaxed);
   }
 
   static at::Tensor over(const std::byte* data, std::int64_t bytes) {
@@ -121,6 +129,7 @@ class BackendGroup final : public comm::Group {
   std::optional<c10::Stream> stream_;  // none on the host
   at::Tensor out_;                     // one collective at a time
   at::Tensor in_;
+  std::atomic<Bytes> buffer_bytes_{0};  // of both
 };
 
 }  // namespace

@@ -1,14 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // The engine as Python sees it: classes under torch.classes.pagoda, without Python's ABI. The
 // package in python/pagoda gives them their names and types. Part of the shared library only.
-#include <chrono>
-#include <condition_variable>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
-#include <system_error>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -18,11 +14,14 @@
 #include <torch/custom_class.h>
 
 #include "pagoda/base/error.h"
-#include "pagoda/base/log.h"
+#include "pagoda/base/ranked_mutex.h"
+#include "pagoda/engine/failure.h"
 #include "pagoda/torch/activation_store.h"
 #include "pagoda/torch/build_surroundings.h"
+#include "pagoda/torch/enders.h"
 #include "pagoda/torch/engine.h"
 #include "pagoda/torch/gloo_world.h"
+#include "pagoda/torch/observer.h"
 
 namespace pagoda::torch {
 namespace {
@@ -43,6 +42,8 @@ auto telling(const Work& work) {
     return work();
   } catch (const UserError& error) {
     throw Told("UserError", error.told());
+  } catch (const engine::RankFailed& error) {
+    throw Told("EngineError", error.told());
   } catch (const EngineError& error) {
     throw Told("EngineError", error.what());
   }
@@ -185,66 +186,37 @@ Counts counts_of(const engine::Stats& stats) {
       put(fmt::format("{}.holders.{}.peak", name, holder.tag), holder.peak);
     }
   }
+  put("unbudgeted.group_buffers", stats.unbudgeted.group_buffers);
+  put("unbudgeted.free_blocks", stats.unbudgeted.free_blocks);
+  put("unbudgeted.free_heap", stats.unbudgeted.free_heap);
   return out;
 }
 
 /// Keeps pages where raw pointers can see them, until it goes or is told to let go.
 struct BoundPin final : ::torch::CustomClassHolder {
-  void release() { held.clear(); }
+  void release() {
+    const Enders::EndsHere here;  // Python's lock is not held in a method
+    const std::shared_ptr<Engine> of = std::move(engine);
+    held.clear();
+    if (of != nullptr) telling([&] { of->check_pinned_writes(); });
+  }
 
+  std::shared_ptr<Engine> engine;  // a pin must not reach into one that is gone
   std::vector<std::shared_ptr<void>> held;
 };
 
-/// Ends engines on threads of their own. Python's lock is held where a graph or a pin is dropped,
-/// and an engine's end waits for threads that may need it. Any thread.
-class Enders {
- public:
-  static Enders& instance() {
-    static auto* enders = new Enders;  // never destroyed: its threads may outlast main()
-    return *enders;
+/// The pages among the tensors of a compiled region, from its call to its end.
+struct BoundRegionPages final : ::torch::CustomClassHolder {
+  BoundRegionPages(const std::vector<at::Tensor>& tensors, const std::vector<at::Tensor>& written) {
+    pages.emplace();
+    for (const at::Tensor& tensor : tensors) pages->add(tensor, false);
+    for (const at::Tensor& tensor : written) pages->add(tensor, true);
+    if (const auto too_large = pages->touch()) throw std::runtime_error(*too_large);
   }
+  void release() { pages.reset(); }
 
-  void end(std::shared_ptr<Engine> engine) {
-    const std::lock_guard lock(mutex_);
-    if (stopped_) {  // whoever needs Python's lock now never returns: the process takes it along
-      static_cast<void>(new std::shared_ptr<Engine>(std::move(engine)));
-      return;
-    }
-    auto last = std::make_shared<std::shared_ptr<Engine>>(std::move(engine));
-    ++running_;
-    try {
-      std::thread([this, last] {
-        last->reset();
-        const std::lock_guard done(mutex_);
-        --running_;
-        changed_.notify_all();
-      }).detach();
-    } catch (const std::system_error& error) {  // called by destructors: the process takes it along
-      --running_;
-      log::error("torch", "an engine cannot end: no thread can be started",
-                 {{"cause", error.what()}});
-      static_cast<void>(new auto(std::move(last)));
-    }
-  }
-
-  /// Nothing ends from now on. Waits for what does.
-  void stop() {
-    std::unique_lock lock(mutex_);
-    stopped_ = true;
-    changed_.wait_for(lock, std::chrono::seconds(10), [&] { return running_ == 0; });
-  }
-
- private:
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  int running_ = 0;       // guarded by mutex_
-  bool stopped_ = false;  // guarded by mutex_
+  std::optional<KernelPages> pages;
 };
-
-/// Lets go of an engine; if this was the last to have it, it ends.
-void let_go(std::shared_ptr<Engine> engine) {
-  if (engine.use_count() == 1) Enders::instance().end(std::move(engine));
-}
 
 /// For Python's atexit. A class, for its methods are called without Python's lock.
 struct BoundInterpreter final : ::torch::CustomClassHolder {
@@ -258,17 +230,11 @@ struct BoundSaved final : ::torch::CustomClassHolder {
              ActivationStore::Saved saved)
       : engine(std::move(engine)), store(std::move(store)), saved(std::move(saved)) {}
 
-  ~BoundSaved() override {
-    saved = {};
-    store.reset();
-    let_go(std::move(engine));
-  }
-
   at::Tensor restore() {
     return telling([&] { return store->unpack(saved); });
   }
 
-  std::shared_ptr<Engine> engine;
+  std::shared_ptr<Engine> engine;  // the first member is the last to go
   std::shared_ptr<ActivationStore> store;
   ActivationStore::Saved saved;
 };
@@ -277,11 +243,6 @@ struct BoundActivations final : ::torch::CustomClassHolder {
   BoundActivations() = default;
   BoundActivations(std::shared_ptr<Engine> engine, ActivationStore::Policy policy)
       : engine(std::move(engine)), store(this->engine->activations()), policy(policy) {}
-
-  ~BoundActivations() override {
-    store.reset();
-    let_go(std::move(engine));
-  }
 
   c10::intrusive_ptr<BoundSaved> keep(const at::Tensor& tensor) {
     return telling([&] {
@@ -303,8 +264,8 @@ struct BoundActivations final : ::torch::CustomClassHolder {
   ActivationStore::Policy policy;
 };
 
-/// One thread calls it, as pagoda::Engine says. Python lets go of its lock meanwhile, so close() is
-/// how an engine ends: a destructor would wait for threads that may need it.
+/// One thread calls it, as pagoda::Engine says. Python lets go of its lock meanwhile, so close()
+/// may wait for an engine to end; whoever else was the last to have it may not (Enders).
 class BoundEngine final : public ::torch::CustomClassHolder {
  public:
   using Group = c10::intrusive_ptr<::c10d::ProcessGroup>;
@@ -319,17 +280,27 @@ class BoundEngine final : public ::torch::CustomClassHolder {
       Config parsed;
       try {
         parsed = Config::from_json(config);
-      } catch (const std::exception& error) {
-        world->give_up(error.what());  // the others shall not wait for this rank
+      } catch (const UserError& error) {
+        world->give_up(error.told());  // the others shall not wait for this rank
         throw;
       }
       parsed.pin_advice =
           "pin it (with engine.pin(parameter):), or save the model with engine.save_pretrained()";
-      engine_ = std::make_shared<Engine>(parsed, std::move(world));
+      engine_ = Enders::instance().share(std::make_unique<Engine>(parsed, std::move(world)));
     });
   }
 
-  void close() { engine_.reset(); }
+  /// Ends the engine before it returns, unless a graph or a pin still needs its memory; the other
+  /// ranks do not wait for those. Returns what Engine::close() does.
+  std::string close(bool give_back) {
+    const Enders::EndsHere here;
+    std::shared_ptr<Engine> engine;
+    {
+      const std::lock_guard lock(mutex_);
+      engine.swap(engine_);
+    }
+    return engine != nullptr ? engine->close(give_back) : std::string();
+  }
 
   void begin_build() {
     telling([&] { engine(); });
@@ -393,15 +364,20 @@ class BoundEngine final : public ::torch::CustomClassHolder {
   void barrier() {
     telling([&] { engine().barrier(); });
   }
-  void begin_call(const std::string& label) {
-    telling([&] { engine().begin_call(label); });
+  void begin_call(const std::string& label, const std::string& name, const std::string& argument) {
+    telling([&] { engine().begin_call(label, name, argument); });
   }
   void end_call(const std::string& error) {
     telling([&] { engine().end_call(error); });
   }
-  /// Also of an engine that has been closed: then there is nobody to tell.
+  /// From any thread. Also of an engine that has been closed: then there is nobody to tell.
   void fail(const std::string& why) {
-    if (const auto engine = engine_) engine->fail(why);
+    std::shared_ptr<Engine> engine;
+    {
+      const std::lock_guard lock(mutex_);
+      engine = engine_;
+    }
+    if (engine != nullptr) engine->fail(why);
   }
   void zero_grad() {
     telling([&] { engine().zero_grad(); });
@@ -419,6 +395,9 @@ class BoundEngine final : public ::torch::CustomClassHolder {
     telling(
         [&] { engine().set_optimizer(static_cast<std::size_t>(group), rule_of(kind, constants)); });
   }
+  void require_changeable(const std::string& what) {
+    telling([&] { engine().require_changeable(what); });
+  }
   double loss_scale() {
     return telling([&] { return engine().loss_scale(); });
   }
@@ -433,11 +412,9 @@ class BoundEngine final : public ::torch::CustomClassHolder {
     return telling([&] {
       engine();
       auto out = c10::make_intrusive<BoundPin>();
+      out->engine = engine_;
       for (const at::Tensor& parameter : parameters) {
-        // The pin of an engine that is gone must not reach into it.
-        out->held.push_back(
-            std::make_shared<std::pair<std::shared_ptr<Engine>, std::shared_ptr<void>>>(
-                engine_, engine().pin(parameter, write)));
+        out->held.push_back(engine().pin(parameter, write));
       }
       return out;
     });
@@ -483,7 +460,8 @@ class BoundEngine final : public ::torch::CustomClassHolder {
     return *engine_;
   }
 
-  std::shared_ptr<Engine> engine_;
+  RankedMutex<LockRank::BoundEngine> mutex_;
+  std::shared_ptr<Engine> engine_;  // guarded by mutex_ but for reads of the thread that calls
   std::vector<std::unique_ptr<BuildSurroundings>> builds_;  // under way
 };
 
@@ -496,6 +474,7 @@ TORCH_LIBRARY_FRAGMENT(pagoda, library) {
   using pagoda::torch::BoundEngine;
   using pagoda::torch::BoundInterpreter;
   using pagoda::torch::BoundPin;
+  using pagoda::torch::BoundRegionPages;
   using pagoda::torch::BoundSaved;
   library.def("config_keys() -> str[]", pagoda::torch::config_keys);
   library.def("optimizer_constants(str kind) -> Dict(str, float)", [](const std::string& kind) {
@@ -505,6 +484,9 @@ TORCH_LIBRARY_FRAGMENT(pagoda, library) {
       .def(torch::init<>())
       .def("ends", &BoundInterpreter::ends);
   library.class_<BoundPin>("Pin").def(torch::init<>()).def("release", &BoundPin::release);
+  library.class_<BoundRegionPages>("RegionPages")
+      .def(torch::init<std::vector<at::Tensor>, std::vector<at::Tensor>>())
+      .def("release", &BoundRegionPages::release);
   library.class_<BoundSaved>("Saved").def(torch::init<>()).def("restore", &BoundSaved::restore);
   library.class_<BoundActivations>("Activations")
       .def(torch::init<>())
@@ -534,6 +516,7 @@ TORCH_LIBRARY_FRAGMENT(pagoda, library) {
       .def("set_loss_is_scaled", &BoundEngine::set_loss_is_scaled)
       .def("set_clip", &BoundEngine::set_clip)
       .def("set_optimizer", &BoundEngine::set_optimizer)
+      .def("require_changeable", &BoundEngine::require_changeable)
       .def("loss_scale", &BoundEngine::loss_scale)
       .def("grad", &BoundEngine::grad)
       .def("grad_norm", &BoundEngine::grad_norm)

@@ -3,7 +3,7 @@
 
 #include <ATen/Context.h>
 
-#include "pagoda/torch/apart.h"
+#include "pagoda/torch/large_blocks.h"
 
 namespace pagoda::torch {
 
@@ -20,7 +20,7 @@ class BuildSurroundings {
   ~BuildSurroundings() { at::globalContext().setUserEnabledCuDNN(cudnn_); }
 
  private:
-  const LargeBlocksApart apart_;
+  const LargeBlocks apart_{LargeBlocks::kLargeInBuild};
   const bool cudnn_;
 };
 

@@ -9,6 +9,7 @@
 #include <dlfcn.h>
 
 #include "pagoda/base/error.h"
+#include "pagoda/base/ranked_mutex.h"
 
 namespace pagoda::torch {
 namespace {
@@ -23,7 +24,7 @@ std::filesystem::path torch_folder() {
 }  // namespace
 
 void load_cuda() {
-  static std::mutex mutex;
+  static RankedMutex<LockRank::CudaLibrary> mutex;
   const std::lock_guard lock(mutex);
   // Not hasCUDA() first: torch remembers its answer for good.
   const std::string library = torch_folder() / "libtorch_cuda.so";

@@ -11,6 +11,7 @@
 #include "pagoda/torch/birth_scope.h"
 #include "pagoda/torch/build_surroundings.h"
 #include "pagoda/torch/engine_impl.h"
+#include "pagoda/torch/large_blocks.h"
 
 namespace pagoda {
 
@@ -20,6 +21,10 @@ Engine::Engine(const Config& config, std::shared_ptr<comm::World> world)
 Engine::~Engine() {
   // A fork has neither the threads to wait for nor the right to the parent's swap.
   if (!impl_->runtime().here()) (void)impl_.release();
+}
+
+std::string Engine::close(bool give_back) noexcept {
+  return impl_->runtime().here() ? impl_->close(give_back) : std::string();
 }
 
 struct Engine::Building::Scope {
@@ -81,8 +86,9 @@ void Engine::barrier() {
   impl_->runtime().barrier();
 }
 
-void Engine::begin_call(const std::string& label) {
-  impl_->runtime().begin_call(label);
+void Engine::begin_call(const std::string& label, const std::string& name,
+                        const std::string& argument) {
+  impl_->runtime().begin_call(label, name, argument);
 }
 
 void Engine::end_call(const std::string& error) {
@@ -90,6 +96,7 @@ void Engine::end_call(const std::string& error) {
 }
 
 void Engine::fail(const std::string& why) {
+  if (!impl_->runtime().here()) return;  // a fork that fails is not the rank
   impl_->runtime().fail(std::make_exception_ptr(EngineError(why)), log::Level::Debug);
 }
 
@@ -100,6 +107,10 @@ void Engine::set_lr(double lr) {
 
 void Engine::set_lr(std::size_t group, double lr) {
   impl_->runtime().set_learning_rate(group, lr);
+}
+
+void Engine::require_changeable(const std::string& what) {
+  impl_->runtime().require_changeable(what);
 }
 
 void Engine::set_optimizer(std::size_t group, const Optimizer& optimizer) {
@@ -138,6 +149,10 @@ std::shared_ptr<void> Engine::pin(const at::Tensor& parameter, bool write) {
   return impl_->pin(parameter, write);
 }
 
+void Engine::check_pinned_writes() {
+  impl_->runtime().check_raw_writes();
+}
+
 std::shared_ptr<torch::ActivationStore> Engine::activations() {
   return impl_->activations();
 }
@@ -151,7 +166,9 @@ void Engine::release(const std::vector<at::Tensor>& parameters) {
 }
 
 engine::Stats Engine::stats() const {
-  return impl_->runtime().stats();
+  engine::Stats out = impl_->runtime().stats();
+  out.unbudgeted.free_blocks = torch::LargeBlocks::kept();
+  return out;
 }
 
 int Engine::rank() const {

@@ -67,6 +67,12 @@ class Engine {
   Engine& operator=(const Engine&) = delete;
   ~Engine();
 
+  /// Its user is done with it. The other ranks, which stay as long as somebody may read their
+  /// pages, do not wait for what still keeps it. `give_back`: parameters that are still pages
+  /// become plain tensors, up to date, if they fit into memory; returns which do not and why, or
+  /// nothing.
+  std::string close(bool give_back = false) noexcept;
+
   /// Runs `make`, whose parameters become pages as they are made.
   template <class Make>
   auto build(Make&& make) {
@@ -78,7 +84,9 @@ class Engine {
   /// Makes one tensor a page, before attach() or for good: what build() does with each parameter.
   void adopt(const at::Tensor& parameter, const std::string& name);
 
-  /// Trains all parameters of `model` that require a gradient; the others become pages, too.
+  /// Trains all parameters of `model`: those that require a gradient now, and the others, which are
+  /// pages, too, from the step after they do. On several ranks they are thawed alike. Where they
+  /// cannot be trained, step() throws UserError, and may be called again to go on without them.
   void attach(::torch::nn::Module& model, const Optimizer& optimizer);
   /// The same with groups; parameters in none of them are not trained.
   void attach(::torch::nn::Module& model, std::vector<ParameterGroup> groups);
@@ -103,13 +111,17 @@ class Engine {
   void barrier();
   /// Around what all ranks do together under the name `label`: they are there when it begins. An
   /// `error` that this rank met in it is thrown on all the others when it ends; the engines live.
-  void begin_call(const std::string& label);
+  /// It does not begin, and all throw UserError, where they have another `argument`, called `name`.
+  void begin_call(const std::string& label, const std::string& name = {},
+                  const std::string& argument = {});
   void end_call(const std::string& error = {});
   /// This rank cannot go on: the others get an error that says `why`, at once.
   void fail(const std::string& why);
 
   void set_lr(double lr);
   void set_lr(std::size_t group, double lr);
+  /// UserError where `what`, which changes the step to come, must wait for step().
+  void require_changeable(const std::string& what);
   /// Other constants of the same rule.
   void set_optimizer(std::size_t group, const Optimizer& optimizer);
   /// Before attach(): what Config::clip says.
@@ -131,6 +143,9 @@ class Engine {
   /// While the returned handle lives, the page is on the device and its pointer may be used; what a
   /// step() changes is there when it returns. On a GPU, writes by pointers need `write`.
   [[nodiscard]] std::shared_ptr<void> pin(const at::Tensor& parameter, bool write = false);
+  /// A UserError if raw pointers have written under a pin where that is refused, which has undone
+  /// it. step() says so, too.
+  void check_pinned_writes();
 
   /// What autograd saves may be kept in the engine's tiers. There is one store; whoever holds what
   /// it saved keeps the engine alive.

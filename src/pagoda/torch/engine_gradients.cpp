@@ -8,6 +8,7 @@
 #include <ATen/record_function.h>
 
 #include "pagoda/base/error.h"
+#include "pagoda/base/log.h"
 #include "pagoda/torch/autograd_state.h"
 #include "pagoda/torch/engine_impl.h"
 #include "pagoda/torch/gradient_hook.h"
@@ -35,7 +36,16 @@ void require_dense(const at::Tensor& grad, const std::string& parameter) {
 void Engine::Impl::backward(const at::Tensor& loss, std::optional<bool> last) {
   runtime_->check();
   PAGODA_REQUIRE(!parameters_.empty(), "no model is attached: call attach() first");
-  for (const Parameter& parameter : parameters_) require_none_set(parameter);
+  end_failed_pass();
+  keep_hooks();
+  for (const Parameter& parameter : parameters_) {
+    const auto alive = parameter.tensor.lock();
+    if (alive != nullptr && alive->requires_grad()) require_none_set(parameter);
+  }
+  {
+    const std::lock_guard lock(gradient_mutex_);
+    look_for_thawed();
+  }
   runtime_->begin_backward(last.value_or(backwards_ + 1 == runtime_->config().accumulation));
   const double scale = runtime_->loss_scale();
   try {
@@ -45,11 +55,12 @@ void Engine::Impl::backward(const at::Tensor& loss, std::optional<bool> last) {
     pass_.store(torch::kNoPass);
     runtime_->check();  // the engine's own error says more than the operator's
     backward_failed();
+    end_failed_pass();
     throw;
   }
   pass_.store(torch::kNoPass);
   ++backwards_;
-  end_of_backward(true);
+  end_of_backward(Learn::Exactly);
   runtime_->end_backward();
 }
 
@@ -68,22 +79,23 @@ void Engine::Impl::zero_grad() {
 bool Engine::Impl::has_gradients() {
   const std::lock_guard lock(gradient_mutex_);
   return std::any_of(parameters_.begin(), parameters_.end(), [](const Parameter& parameter) {
-    return parameter.given || parameter.fired > 0;
+    return parameter.given || parameter.fired > 0 || parameter.late;
   });
 }
 
 double Engine::Impl::grad_norm() {
   PAGODA_REQUIRE(!parameters_.empty(), "no model is attached: call attach() first");
-  end_of_backward(false);
+  end_of_backward(Learn::Nothing);
   take_set_gradients();
+  push_late();
   return runtime_->grad_norm();
 }
 
 /// A gradient in p.grad that no hook of ours has seen, when a pass is about to add to it: that
 /// would be torch's sum of both only if the engine had not taken what came before.
 void Engine::Impl::require_none_set(const Parameter& parameter) const {
-  // p.grad is held back until the pass is over, or was left by one that failed.
-  if (parameter.fired > 0 || parameter.left) return;
+  // p.grad is held back until the pass is over, was left by one that failed, or waits for step().
+  if (parameter.fired > 0 || parameter.left || parameter.late) return;
   const auto alive = parameter.tensor.lock();
   PAGODA_REQUIRE(alive == nullptr || !at::Tensor(alive).grad().defined(),
                  "p.grad of '{}' is set and backward would add to it, but gradients belong to the "
@@ -100,7 +112,15 @@ void Engine::Impl::take_set_gradients() {
     auto alive = parameter.tensor.lock();
     if (alive == nullptr) continue;
     at::Tensor tensor(std::move(alive));
-    if (!tensor.grad().defined()) continue;
+    if (!tensor.grad().defined() || parameter.late) continue;
+    PAGODA_REQUIRE(tensor.requires_grad(),
+                   "p.grad of the frozen parameter '{}' is set: call requires_grad_() to train it, "
+                   "or set its p.grad to None",
+                   parameter.name);
+    if (parameter.page == nullptr) {  // cannot be trained, as step() will say
+      tensor.mutable_grad() = at::Tensor();
+      continue;
+    }
     PAGODA_REQUIRE(!parameter.given,
                    "p.grad of '{}' was set, and backward() has given it a gradient in this step: "
                    "change gradients in a hook (p.register_hook), or call zero_grad() before "
@@ -114,21 +134,23 @@ void Engine::Impl::take_set_gradients() {
     set.emplace_back(i, std::move(tensor));
   }
   if (set.empty()) return;
+  {
+    const std::lock_guard lock(gradient_mutex_);
+    look_for_thawed();
+  }
   try {
     runtime_->begin_backward(false);
   } catch (const UserError& error) {
     throw UserError(
         fmt::format("p.grad of '{}' was set: {}", parameters_[set[0].first].name, error.message()));
   }
-  {
-    const std::lock_guard lock(gradient_mutex_);
-    for (const auto& [index, tensor] : set) take_gradient(index, tensor);
-  }
-  end_of_backward(false);
+  for (const auto& [index, tensor] : set) take_gradient(index, tensor);
+  end_of_backward(Learn::Nothing);
   runtime_->end_backward();
 }
 
 void Engine::Impl::gradient_comes(std::size_t index) {
+  if (pass_.load() == torch::kNoPass) end_failed_pass();  // before torch adds to what it has left
   const std::lock_guard lock(gradient_mutex_);
   require_none_set(parameters_[index]);
 }
@@ -149,26 +171,54 @@ void Engine::Impl::require_scaled_loss(const Parameter& parameter, const at::Ten
 /// user's.)
 void Engine::Impl::drop_gradients() {
   (void)forget_failed_passes();
+  std::unordered_map<const optim::TrainedPage*, Partial> partial;
+  std::vector<at::Tensor> dropped;  // after the lock: what a gradient's memory ends with may wait
   const std::lock_guard lock(gradient_mutex_);
   for (Parameter& parameter : parameters_) {
-    if (parameter.fired == 0 && !parameter.left) continue;
+    if (parameter.fired == 0 && !parameter.left && !parameter.late) continue;
     parameter.fired = parameter.taken = 0;
-    parameter.left = false;
+    parameter.left = parameter.late = false;
     if (auto alive = parameter.tensor.lock()) {
-      at::Tensor(std::move(alive)).mutable_grad() = at::Tensor();
+      dropped.push_back(std::exchange(at::Tensor(std::move(alive)).mutable_grad(), at::Tensor()));
     }
   }
-  partial_.clear();
+  partial.swap(partial_);
 }
 
 /// How often hooks fired says nothing. As ever with torch, the gradients that have come stay, until
 /// zero_grad() drops them.
 void Engine::Impl::backward_failed() {
   const std::lock_guard lock(gradient_mutex_);
+  failed_ = true;
   for (Parameter& parameter : parameters_) {
     parameter.left = parameter.left || parameter.fired > 0;
     parameter.fired = parameter.taken = 0;
   }
+}
+
+/// A pass that failed was a micro-batch of its own: the gradients that it left are handed on before
+/// those of another come.
+void Engine::Impl::end_failed_pass() {
+  bool failed = false;
+  if (!torch::in_backward()) {
+    failed = forget_failed_passes();
+  } else {  // inside an open one, a pass within it may have failed: plain_pass() sees to that
+    const std::lock_guard lock(plain_passes_->mutex);
+    failed = plain_passes_->open.empty() && std::exchange(plain_passes_->failed, false);
+  }
+  if (failed) backward_failed();
+  {
+    const std::lock_guard lock(gradient_mutex_);
+    if (!std::exchange(failed_, false)) return;
+  }
+  try {
+    end_of_backward(Learn::Nothing);
+  } catch (const UserError& error) {  // of a gradient that its hook would have refused
+    log::warn("engine", "what a backward pass that failed has left in p.grad is dropped",
+              {{"cause", error.message()}});
+    drop_gradients();
+  }
+  runtime_->backward_failed();
 }
 
 void Engine::Impl::gradient_ready(std::size_t index, const at::Tensor& tensor) {
@@ -177,14 +227,27 @@ void Engine::Impl::gradient_ready(std::size_t index, const at::Tensor& tensor) {
   if (!tensor.grad().defined()) return;
   const int ours = pass_.load();
   const int pass = ours != torch::kNoPass ? ours : plain_pass();
-  const std::lock_guard lock(gradient_mutex_);
   require_scaled_loss(parameter, tensor);
-  ++parameter.fired;
   const bool nested = pass != torch::current_pass();
-  // Inside a checkpoint's own backward the parameter may come again: until it is known how often,
-  // its gradient stays where torch adds to it.
-  const std::size_t expected = parameter.fires != 0 ? parameter.fires : nested ? 0 : 1;
-  if (expected != 0 && parameter.fired == expected) take_gradient(index, tensor);
+  {
+    const std::lock_guard lock(gradient_mutex_);
+    if (parameter.frozen && !parameter.thawed) {  // since the pass began: it stays in p.grad
+      parameter.late = true;
+      return;
+    }
+    if (parameter.page != nullptr) {
+      ++parameter.fired;
+      // Inside a checkpoint's own backward the parameter may come again: until it is known how
+      // often, its gradient stays where torch adds to it.
+      const std::size_t expected = parameter.fires != 0 ? parameter.fires : nested ? 0 : 1;
+      if (parameter.fired != expected) return;
+    }
+  }
+  if (parameter.page == nullptr) {  // cannot be trained, as step() will say
+    tensor.mutable_grad() = at::Tensor();
+    return;
+  }
+  take_gradient(index, tensor);
 }
 
 /// In the callback that autograd queues for the end of a pass. Where the pass fails it is dropped
@@ -195,26 +258,39 @@ struct Engine::Impl::OpenPass {
   OpenPass(const OpenPass&) = delete;
   OpenPass& operator=(const OpenPass&) = delete;
   ~OpenPass() {
+    if (over) return;
     const std::lock_guard lock(passes->mutex);
     if (std::erase(passes->open, number) > 0) passes->failed = true;
   }
 
-  /// The pass goes to its end. Whether it is the outermost.
-  bool ends() const {
-    const std::lock_guard lock(passes->mutex);
-    const bool outermost = !passes->open.empty() && passes->open.front() == number;
-    std::erase(passes->open, number);
-    if (outermost) passes->open.clear();
-    return outermost;
-  }
-
   const std::shared_ptr<PlainPasses> passes;
   const int number;
+  mutable bool over = false;  // on the thread that told its end, which drops it
 };
 
-/// The outermost pass under way where the user calls loss.backward(): the first that was seen and
-/// is not over. When it ends, so does the micro-batch.
-int Engine::Impl::plain_pass() {
+/// A pass of the user's goes to its end. Of one inside another the outer one is told, in which no
+/// hook of ours may fire: the micro-batch ends with that.
+void Engine::Impl::end_plain_pass(const OpenPass& pass) {
+  pass.over = true;
+  if (torch::in_outer_pass([alive = std::weak_ptr(self_), number = pass.number] {
+        if (const auto self = alive.lock()) (void)(*self)->plain_pass(number);
+      })) {
+    const std::lock_guard lock(plain_passes_->mutex);
+    std::vector<int>& open = plain_passes_->open;
+    if (open.size() > 1) std::erase(open, pass.number);  // or it stands for the one around it
+    return;
+  }
+  {
+    const std::lock_guard lock(plain_passes_->mutex);
+    plain_passes_->open.clear();
+  }
+  end_of_backward(Learn::AtLeast);
+  runtime_->end_backward();
+}
+
+/// The outermost pass under way where the user calls loss.backward(), as far as it is known: the
+/// first that was seen, or the one around `inside`, which has ended.
+int Engine::Impl::plain_pass(int inside) {
   const int here = torch::current_pass();
   bool fresh = false;
   bool failed = false;
@@ -224,36 +300,48 @@ int Engine::Impl::plain_pass() {
     std::vector<int>& open = plain_passes_->open;
     failed = std::exchange(plain_passes_->failed, false);
     fresh = std::find(open.begin(), open.end(), here) == open.end();
-    if (fresh) open.push_back(here);
+    const bool first = open.empty();
+    if (fresh) open.insert(inside != torch::kNoPass ? open.begin() : open.end(), here);
+    std::erase(open, inside);
     outermost = open.front();
+    if (first) {  // before a gradient of the pass is looked at, on any thread
+      const std::lock_guard looking(gradient_mutex_);
+      look_for_thawed();
+    }
   }
   if (failed) backward_failed();
   if (fresh) {
-    torch::at_end_of_pass([this, pass = std::make_shared<OpenPass>(plain_passes_, here)] {
-      if (!pass->ends()) return;
-      end_of_backward(true);
-      runtime_->end_backward();
-    });
+    torch::at_end_of_pass(
+        [this, pass = std::make_shared<OpenPass>(plain_passes_, here)] { end_plain_pass(*pass); });
   }
   return outermost;
 }
 
-/// Takes p.grad and hands it on, in the layout of the storage.
-void Engine::Impl::take_gradient(std::size_t index, const at::Tensor& tensor) {
+/// Takes p.grad and hands it on, in the layout of the storage. Called without gradient_mutex_, for
+/// it may wait: for room on the device, for a page, for memory. Nothing overtakes it all the same:
+/// torch runs the hooks of one parameter one at a time, and a pass is over when its hooks are, so a
+/// page's next gradient comes after this one has been handed on. Within a pass the reducer takes
+/// pages in any order.
+void Engine::Impl::take_gradient(std::size_t index, const at::Tensor& tensor, bool late) {
   Parameter& parameter = parameters_[index];
   // Another storage since forward: its gradient fits if that becomes the page.
   if (tensor.storage().unsafeGetStorageImpl() != parameter.storage->key()) storage_exchanged(index);
-  parameter.left = false;
-  at::Tensor grad = tensor.grad();
-  tensor.mutable_grad() = at::Tensor();
+  at::Tensor grad = std::exchange(tensor.mutable_grad(), at::Tensor());
+  {
+    const std::lock_guard lock(gradient_mutex_);
+    parameter.left = false;
+  }
   require_dense(grad, parameter.name);
   // A page's own memory is read by operators only.
   if (torch::StorageTable::instance().find(grad.storage().unsafeGetStorageImpl()) != nullptr) {
     grad = grad.clone();
   }
   const at::DisableRecordFunctionGuard unseen;
-  parameter.taken = parameter.fired;
-  parameter.given = true;
+  {
+    const std::lock_guard lock(gradient_mutex_);
+    parameter.taken = parameter.fired;
+    parameter.given = true;
+  }
   grad = grad.detach();
   optim::TrainedPage& page = *parameter.page;
   const std::uint64_t elements = page.elements();
@@ -263,27 +351,43 @@ void Engine::Impl::take_gradient(std::size_t index, const at::Tensor& tensor) {
       same.copy_(grad);
       grad = std::move(same);
     }
-    push(page, std::move(grad), {true});
+    push(page, std::move(grad), {true}, late);
     return;
   }
-  Partial& partial = partial_[&page];
-  if (!partial.flat.defined()) {
-    partial.flat = at::zeros({static_cast<std::int64_t>(elements)}, tensor.options());
-    partial.present.assign(page.parameters.size(), false);
-  }
-  partial.flat.as_strided(tensor.sizes(), tensor.strides(), tensor.storage_offset()).add_(grad);
-  partial.present[parameter.in_page] = true;
-  if (std::all_of(partial.present.begin(), partial.present.end(), [](bool p) { return p; })) {
-    Partial whole = std::move(partial);
-    partial_.erase(&page);
-    push(page, std::move(whole.flat), std::move(whole.present));
+  if (auto whole = add_to_partial(parameter, tensor, grad)) {
+    push(page, std::move(whole->flat), std::move(whole->present), late);
   }
 }
 
-void Engine::Impl::push(optim::TrainedPage& page, at::Tensor flat, std::vector<bool> present) {
+/// Adds to what the parameters of a page have of their gradients; all of it, when it is complete.
+std::optional<Engine::Impl::Partial> Engine::Impl::add_to_partial(const Parameter& parameter,
+                                                                  const at::Tensor& tensor,
+                                                                  const at::Tensor& grad) {
+  const optim::TrainedPage& page = *parameter.page;
+  at::Tensor zeros;
+  std::unique_lock lock(gradient_mutex_);
+  while (!partial_.contains(&page)) {
+    if (zeros.defined()) {
+      partial_[&page] = {std::move(zeros), std::vector<bool>(page.parameters.size())};
+      break;
+    }
+    lock.unlock();  // memory may have to be waited for
+    zeros = at::zeros({static_cast<std::int64_t>(page.elements())}, tensor.options());
+    lock.lock();
+  }
+  Partial& partial = partial_[&page];
+  partial.flat.as_strided(tensor.sizes(), tensor.strides(), tensor.storage_offset()).add_(grad);
+  partial.present[parameter.in_page] = true;
+  if (!is_complete(partial, page)) return std::nullopt;
+  return std::move(partial_.extract(&page).mapped());
+}
+
+void Engine::Impl::push(optim::TrainedPage& page, at::Tensor flat, std::vector<bool> present,
+                        bool late) {
   engine::Contribution contribution;
   contribution.page = &page;
   contribution.present = std::move(present);
+  contribution.late = late;
   contribution.data = static_cast<const std::byte*>(flat.const_data_ptr());
   if (const auto stream = consumer()) contribution.ready = stream->mark();
   contribution.keep = std::make_shared<at::Tensor>(std::move(flat));
@@ -302,26 +406,33 @@ bool Engine::Impl::forget_failed_passes() {
 }
 
 /// What was held back in this pass goes on its way; how often each hook fires is known now.
-void Engine::Impl::end_of_backward(bool ended) {
-  if (!ended && forget_failed_passes()) backward_failed();
-  const std::lock_guard lock(gradient_mutex_);
+void Engine::Impl::end_of_backward(Learn learn) {
+  if (learn == Learn::Nothing && forget_failed_passes()) backward_failed();
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     Parameter& parameter = parameters_[i];
-    if (parameter.fired == 0 && !parameter.left) continue;
+    bool held_back = false;
+    {
+      const std::lock_guard lock(gradient_mutex_);
+      if (parameter.fired == 0 && !parameter.left) continue;
+      held_back = parameter.left || parameter.taken < parameter.fired;
+    }
     if (auto alive = parameter.tensor.lock()) {
       const at::Tensor tensor(std::move(alive));
       // What was set after it had been taken is the user's: step() sees to it.
-      if (tensor.grad().defined() && (parameter.left || parameter.taken < parameter.fired)) {
-        take_gradient(i, tensor);
-      }
+      if (held_back && tensor.grad().defined()) take_gradient(i, tensor);
     }
+    const std::lock_guard lock(gradient_mutex_);
     parameter.left = false;
     parameter.taken = 0;
     const std::size_t fired = std::exchange(parameter.fired, 0);
-    if (ended && fired > 0) parameter.fires = fired;
+    if (learn == Learn::AtLeast) parameter.fires = std::max(parameter.fires, fired);
+    if (learn == Learn::Exactly && fired > 0) parameter.fires = fired;
   }
-  auto partial = std::move(partial_);
-  partial_.clear();
+  std::unordered_map<const optim::TrainedPage*, Partial> partial;
+  {
+    const std::lock_guard lock(gradient_mutex_);
+    partial.swap(partial_);
+  }
   for (auto& [page, gathered] : partial) {
     push(*const_cast<optim::TrainedPage*>(page), std::move(gathered.flat),
          std::move(gathered.present));
@@ -331,14 +442,15 @@ void Engine::Impl::end_of_backward(bool ended) {
 at::Tensor Engine::Impl::grad(const at::Tensor& tensor) {
   torch::PageStorage* storage = find(tensor);
   PAGODA_REQUIRE(storage != nullptr, "the tensor is no parameter of this engine");
-  end_of_backward(false);
+  end_of_backward(Learn::Nothing);
   take_set_gradients();
-  std::vector<float> flat(storage->page()->elements);
-  runtime_->read_gradient(*storage->page(), flat);
-  const at::Tensor all = at::empty({static_cast<std::int64_t>(flat.size())}, at::kFloat);
-  std::copy(flat.begin(), flat.end(), all.mutable_data_ptr<float>());
+  push_late();
+  const std::uint64_t elements = storage->page()->elements;
+  const at::Tensor all = at::empty({static_cast<std::int64_t>(elements)}, at::kFloat);
+  runtime_->read_gradient(*storage->page(), {all.mutable_data_ptr<float>(), elements});
   if (const double scale = runtime_->loss_scale(); scale != 1) all.div_(scale);
-  return all.as_strided(tensor.sizes(), tensor.strides(), tensor.storage_offset()).clone();
+  const at::Tensor out = all.as_strided(tensor.sizes(), tensor.strides(), tensor.storage_offset());
+  return covers_storage(tensor, elements) ? out : out.clone();  // nobody else's elements
 }
 
 }  // namespace pagoda

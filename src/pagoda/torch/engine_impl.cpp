@@ -15,13 +15,17 @@
 
 #include "pagoda/base/error.h"
 #include "pagoda/base/log.h"
+#include "pagoda/base/out_of_memory.h"
 #include "pagoda/engine/backend.h"
+#include "pagoda/io/io_error.h"
 #include "pagoda/torch/activation_store.h"
 #include "pagoda/torch/cuda_library.h"
 #include "pagoda/torch/cuda_memory.h"
 #include "pagoda/torch/gradient_hook.h"
+#include "pagoda/torch/list_operators.h"
 #include "pagoda/torch/pageable.h"
 #include "pagoda/torch/storage_table.h"
+#include "pagoda/torch/value_lists.h"
 
 namespace pagoda {
 namespace {
@@ -51,20 +55,21 @@ engine::BufferSpec buffer_spec(const std::string& name, const at::Tensor& tensor
 
 Engine::Impl::Impl(const Config& config, std::shared_ptr<comm::World> world)
     : runtime_(std::make_unique<engine::Runtime>(config, std::move(world))) {
-  if (runtime_->device().kind() == device::DeviceKind::Cuda) torch::load_cuda();
+  if (runtime_->device().kind() == device::DeviceKind::Cuda) {
+    torch::load_cuda();
+  } else {
+    large_blocks_.emplace();  // gradients and activations are the host's
+  }
   if (const auto limit = runtime_->config().device_limit) limit_device(*limit);
+  torch::list_operators::install(device().type());
+  torch::value_lists::install();
   torch::observer::install();
 }
 
 Engine::Impl::~Impl() {
   activation_pool_.reset();
   activations_.reset();
-  for (Parameter& parameter : parameters_) {
-    torch::ParameterTable::instance().erase(parameter.key);
-    if (auto alive = parameter.tensor.lock()) {
-      torch::remove_gradient_hook(at::Tensor(std::move(alive)));
-    }
-  }
+  forget_parameters();
   if (std::uncaught_exceptions() > 0 && !runtime_->failed() && runtime_->ranks() > 1) {
     // The other ranks shall not wait for one that is on its way out.
     runtime_->fail(std::make_exception_ptr(EngineError("it ended with an exception")));
@@ -73,8 +78,11 @@ Engine::Impl::~Impl() {
   torch::observer::remove();
   for (auto& [key, storage] : storages_) {
     // The page of a storage that has died may be gone.
-    if (storage->alive() && storage->page() != nullptr) storage->page()->binding = nullptr;
+    if (storage->alive() && storage->page() != nullptr)
+      runtime_->pager().set_binding(*storage->page(), nullptr);
   }
+  // Storages go on dying, where others than this thread have them.
+  for (auto& [key, storage] : storages_) storage->end();
   runtime_.reset();
   storages_.clear();
 }
@@ -108,6 +116,8 @@ std::string Engine::Impl::touch_failed(std::exception_ptr error) noexcept {
       std::rethrow_exception(error);
     } catch (const UserError& mistake) {
       return mistake.told();
+    } catch (const OutOfMemory& memory) {
+      return memory.told();
     } catch (const std::bad_alloc&) {
       return "host memory ran out while the pages of an operator were brought in";
     } catch (...) {
@@ -155,9 +165,9 @@ void Engine::Impl::require_ours_or_nobodys(const at::Tensor& tensor,
                  "parameter '{}' belongs to another engine: release it there first", name);
 }
 
-/// The same sizes over a storage on the engine's device.
-void Engine::Impl::point_at(at::Tensor& tensor, const c10::Storage& storage) const {
-  at::Tensor there = at::empty({0}, tensor.options().device(device()));
+/// The same sizes over a storage on that device.
+void Engine::Impl::point_at(at::Tensor& tensor, const c10::Storage& storage, c10::Device device) {
+  at::Tensor there = at::empty({0}, tensor.options().device(device));
   there.unsafeGetTensorImpl()->set_storage_keep_dtype(storage);
   there.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides(),
                                                      tensor.storage_offset());
@@ -174,7 +184,7 @@ torch::PageStorage& Engine::Impl::adopt(const at::Tensor& tensor, const std::str
     if (auto there = moved->second.to.lock(); there != nullptr && !moved->second.from.expired()) {
       const at::DisableRecordFunctionGuard unseen;
       at::Tensor here = tensor;
-      point_at(here, c10::Storage(std::move(there)));
+      point_at(here, c10::Storage(std::move(there)), device());
       return *find(here);
     }
     moved_.erase(moved);
@@ -195,7 +205,7 @@ torch::PageStorage& Engine::Impl::adopt(const at::Tensor& tensor, const std::str
           std::move(known_as), bytes / size, size,
           engine::pager_placement(runtime_->config().parameters), data,
           from_host ? device::Direction::HostToHost : device::Direction::DeviceToHost);
-    } catch (const EngineError&) {  // a disk failed: later calls shall say so too
+    } catch (const io::IoError&) {  // it has other pages, too: later calls shall say so
       runtime_->fail(std::current_exception());
       throw;
     }
@@ -207,7 +217,7 @@ torch::PageStorage& Engine::Impl::adopt(const at::Tensor& tensor, const std::str
     moved_.insert_or_assign(
         tensor.storage().unsafeGetStorageImpl(),
         Moved{tensor.storage().getWeakStorageImpl(), storage.getWeakStorageImpl()});
-    point_at(here, storage);
+    point_at(here, storage, device());
   }
   auto storage = std::make_unique<torch::PageStorage>(here.storage(), runtime_->pager(), *this);
   torch::PageStorage& out = *storage;
@@ -232,7 +242,8 @@ void Engine::Impl::storage_exchanged(std::size_t index) {
           static_cast<Bytes>(tensor.element_size()) == page.element_size &&
           tensor.storage_offset() == 0 && tensor.device() == device(),
       "parameter '{}' was given a storage of another size, type or device after attach() (.data =, "
-      "set_, to()): write into the parameter with copy_(), or release() the model before",
+      "set_, to(), half()): release() the model, which keeps the values that it has now, and "
+      "attach() it again",
       parameter.name);
   log::info("torch", "a parameter's storage was exchanged", {{"parameter", parameter.name}});
   if (const auto stream = consumer()) stream->synchronize();
@@ -284,7 +295,7 @@ void Engine::Impl::check_modules(const ::torch::nn::Module& model) {
 
 /// The runs of consecutive elements that a parameter has in its storage, in their order.
 std::vector<optim::Segment> Engine::Impl::segments_of(const at::Tensor& tensor,
-                                                      std::size_t in_page) const {
+                                                      std::size_t in_page) {
   std::vector<optim::Segment> out;
   if (tensor.numel() == 0) return out;
   std::vector<std::pair<std::int64_t, std::int64_t>> dims;  // stride, size
@@ -340,10 +351,13 @@ void Engine::Impl::attach(const std::vector<NamedTensor>& model, std::vector<Par
                           const std::vector<NamedTensor>& buffers) {
   runtime_->check();
   PAGODA_REQUIRE(parameters_.empty(), "a model is attached already: release() it first");
-  std::vector<at::Tensor> trained;
+  std::vector<at::Tensor> given;
+  std::vector<Adopted> adopted;
+  bool all_are_here = false;  // every rank is in attach(), and none has done it
   try {
     const std::vector<pager::Page*> changed = runtime_->attach([&] {
-      engine::ModelSpec spec = describe(model, groups, trained);
+      all_are_here = true;
+      engine::ModelSpec spec = describe(model, groups, given, adopted);
       for (const auto& [name, tensor] : buffers) {
         if (has_plain_bytes(tensor) && find(tensor) == nullptr) {
           spec.buffers.push_back(buffer_spec(name, tensor));
@@ -351,7 +365,8 @@ void Engine::Impl::attach(const std::vector<NamedTensor>& model, std::vector<Par
       }
       return spec;
     });
-    set_hooks(trained);
+    all_are_here = false;
+    watch_parameters(given);
     for (const auto& [name, tensor] : model) {
       const pager::Page* page = find(tensor)->page();
       if (std::find(changed.begin(), changed.end(), page) != changed.end()) {
@@ -360,15 +375,17 @@ void Engine::Impl::attach(const std::vector<NamedTensor>& model, std::vector<Par
     }
   } catch (...) {
     forget_parameters();
+    if (all_are_here && !runtime_->failed()) give_back(model, adopted);
     throw;
   }
 }
 
-/// The model as the runtime takes it: its parameters become pages. `trained`: the tensors that
+/// The model as the runtime takes it: its parameters become pages. `given`: the tensors that
 /// parameters_ is about.
 engine::ModelSpec Engine::Impl::describe(const std::vector<NamedTensor>& model,
                                          const std::vector<ParameterGroup>& groups,
-                                         std::vector<at::Tensor>& trained) {
+                                         std::vector<at::Tensor>& given,
+                                         std::vector<Adopted>& adopted) {
   PAGODA_REQUIRE(!groups.empty(), "there is no optimizer");
   for (const ParameterGroup& group : groups) optim::require_valid(group.optimizer);
   torch::require_pageable(model, device());
@@ -389,68 +406,67 @@ engine::ModelSpec Engine::Impl::describe(const std::vector<NamedTensor>& model,
     if (trains(tensor)) torch::require_trainable(tensor, name);
   }
   std::vector<pager::Page*> pages;
-  std::vector<engine::TrainedSpec> specs;
-  std::unordered_map<const pager::Page*, std::size_t> spec_of;
+  std::vector<Given> all;
   std::unordered_map<const c10::TensorImpl*, bool> seen;  // tied parameters come once
   for (const auto& [name, tensor] : model) {
     if (!seen.emplace(tensor.unsafeGetTensorImpl(), true).second) continue;
     const auto index = static_cast<std::uint32_t>(seen.size() - 1);
+    const c10::Storage was = tensor.storage();
+    const std::size_t born = births_;
     torch::PageStorage& storage = adopt_of(model, name, tensor);
+    if (births_ != born) adopted.push_back({&storage, was.device(), was.getWeakStorageImpl()});
     pager::Page& page = *storage.page();
-    page.name = name;
+    runtime_->pager().rename(page, name);
     if (std::find(pages.begin(), pages.end(), &page) == pages.end()) pages.push_back(&page);
     const auto group = group_of.find(tensor.unsafeGetTensorImpl());
-    if (!trains(tensor)) continue;
-    const auto [spec, fresh] = spec_of.emplace(&page, specs.size());
-    if (fresh) specs.push_back({&page, torch::require_trainable(tensor, name), {}, {}});
-    engine::TrainedSpec& target = specs[spec->second];
-    PAGODA_REQUIRE(target.dtype == torch::require_trainable(tensor, name),
-                   "parameters of different types share the storage of '{}'", name);
-    for (const optim::Segment& segment : segments_of(tensor, target.parameters.size())) {
-      target.segments.push_back(segment);
-    }
-    target.parameters.push_back({index, one_for_all ? 0 : group->second, 0, false, false});
-    Parameter parameter{c10::weak_intrusive_ptr<c10::TensorImpl>(tensor.getIntrusivePtr()),
-                        name,
-                        &storage,
-                        nullptr,
-                        target.parameters.size() - 1,
-                        nullptr,
-                        0,
-                        0};
-    trained.push_back(tensor);
-    parameters_.push_back(std::move(parameter));
+    if (!one_for_all && group == group_of.end()) continue;
+    Given& one = all.emplace_back();
+    one.tensor = tensor;
+    one.name = name;
+    one.index = index;
+    one.group = one_for_all ? 0 : group->second;
+    one.storage = &storage;
   }
-  for (engine::TrainedSpec& spec : specs) {
-    std::sort(spec.segments.begin(), spec.segments.end(),
-              [](const auto& a, const auto& b) { return a.range.begin < b.range.begin; });
-    for (std::size_t i = 1; i < spec.segments.size(); ++i) {
-      PAGODA_REQUIRE_GE(spec.segments[i].range.begin, spec.segments[i - 1].range.end,
-                        "two parameters share elements of the storage of '{}': tie them by using "
-                        "one parameter twice",
-                        spec.page->name);
-    }
+  std::vector<engine::TrainedSpec> specs = specs_of(all, groups);
+  std::vector<engine::FrozenSpec> frozen;
+  for (const Given& one : all) {
+    Parameter& parameter = parameters_.emplace_back(one.tensor);
+    parameter.name = one.name;
+    parameter.storage = one.storage;
+    parameter.in_page = one.in_page;
+    given.push_back(one.tensor);
+    if (!one.frozen()) continue;
+    parameter.frozen = frozen.size();
+    frozen_.push_back(parameters_.size() - 1);
+    frozen.push_back({one.spec, static_cast<std::uint32_t>(one.in_page), one.name, one.obstacle});
   }
   std::vector<Optimizer> rules;
   for (const ParameterGroup& group : groups) rules.push_back(group.optimizer);
-  return {std::move(pages), std::move(specs), std::move(rules), {}};
+  return {std::move(pages), std::move(specs), std::move(rules), {}, std::move(frozen)};
 }
 
-void Engine::Impl::set_hooks(const std::vector<at::Tensor>& trained) {
+void Engine::Impl::watch_parameters(const std::vector<at::Tensor>& given) {
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     Parameter& parameter = parameters_[i];
-    parameter.page = runtime_->trained(*parameter.storage->page());
+    // What cannot be trained has none of its own, whoever shares its page.
+    if (!parameter.frozen || runtime_->can_be_trained(*parameter.frozen)) {
+      parameter.page = runtime_->trained(*parameter.storage->page());
+    }
     auto& sharing = of_page_[parameter.storage->page()];
     sharing.push_back(i);
     parameter.storage->set_parameters(sharing.size());
     parameter.attached =
         std::make_unique<torch::AttachedParameter>(torch::AttachedParameter{this, i});
-    parameter.key = trained[i].unsafeGetTensorImpl();
+    parameter.key = given[i].unsafeGetTensorImpl();
     torch::ParameterTable::instance().insert(parameter.key, *parameter.attached);
-    parameter.hook = torch::set_gradient_hook(
-        trained[i], {[this, i] { gradient_comes(i); },
-                     [this, i](const at::Tensor& tensor) { gradient_ready(i, tensor); }});
+    set_hook(i, given[i]);
   }
+}
+
+void Engine::Impl::set_hook(std::size_t index, const at::Tensor& tensor) {
+  parameters_[index].hook = torch::set_gradient_hook(
+      tensor, {[this, index] { gradient_comes(index); },
+               [this, index](const at::Tensor& with) { gradient_ready(index, with); }});
 }
 
 void Engine::Impl::forget_parameters() {
@@ -462,20 +478,29 @@ void Engine::Impl::forget_parameters() {
     }
   }
   parameters_.clear();
+  frozen_.clear();
   of_page_.clear();
 }
 
-void Engine::Impl::check_hooks() {
+/// torch has one slot for a hook that sees accumulated gradients: one that the user has set after
+/// attach() took ours away, and is called before it from now on. Gradients that came meanwhile are
+/// in p.grad, and step() takes them from there.
+void Engine::Impl::keep_hooks() {
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     const Parameter& parameter = parameters_[i];
     const auto alive = parameter.tensor.lock();
-    if (alive == nullptr) continue;
-    PAGODA_REQUIRE(
-        torch::hook_of(at::Tensor(alive)) == parameter.hook,
-        "the gradient hook of '{}' was replaced after attach(): its gradient is lost; set "
-        "hooks of your own before attach(), which keeps them",
-        parameter.name);
-    torch::keep_gradient_hook(at::Tensor(alive));
+    if (alive == nullptr || (parameter.frozen && !alive->requires_grad())) continue;
+    const at::Tensor tensor(alive);
+    if (torch::hook_of(tensor) != parameter.hook) set_hook(i, tensor);
+    torch::keep_gradient_hook(tensor);
+  }
+}
+
+void Engine::Impl::check_storages() {
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    const Parameter& parameter = parameters_[i];
+    const auto alive = parameter.tensor.lock();
+    if (alive == nullptr || (parameter.frozen && !alive->requires_grad())) continue;
     if (alive->unsafe_storage().unsafeGetStorageImpl() != parameter.storage->key()) {
       storage_exchanged(i);  // no operator has used it since
     }
@@ -484,10 +509,15 @@ void Engine::Impl::check_hooks() {
 
 StepReport Engine::Impl::step(bool joining) {
   runtime_->check();
-  end_of_backward(false);
-  check_hooks();
+  end_of_backward(Learn::Nothing);
+  keep_hooks();
+  check_storages();
   take_set_gradients();
-  backwards_ = 0;
+  push_late();
+  if (!joining) {
+    const std::lock_guard lock(gradient_mutex_);
+    look_for_thawed();
+  }
   const auto bumped = [this](pager::Page& page) { bump(page); };
   engine::StepResult result;
   if (joining) {
@@ -495,7 +525,9 @@ StepReport Engine::Impl::step(bool joining) {
   } else {
     result = runtime_->step(bumped);
   }
+  backwards_ = 0;
   for (Parameter& parameter : parameters_) parameter.given = false;
+  forget_thawed();
   return {result.step, result.skipped, result.norm.value_or(-1), result.loss_scale};
 }
 
@@ -511,69 +543,18 @@ void Engine::Impl::bump(pager::Page& page) {
 
 std::shared_ptr<void> Engine::Impl::pin(const at::Tensor& tensor, bool write) {
   torch::PageStorage* storage = find(tensor);
+  if (storage == nullptr) {  // it may have another storage, which no operator has used yet
+    const auto same = [&](const Parameter& one) { return one.key == tensor.unsafeGetTensorImpl(); };
+    const auto found = std::find_if(parameters_.begin(), parameters_.end(), same);
+    if (found != parameters_.end()) {
+      storage_exchanged(static_cast<std::size_t>(found - parameters_.begin()));
+      storage = find(tensor);
+    }
+  }
   PAGODA_REQUIRE(storage != nullptr, "the tensor is no parameter of this engine");
   pager::Page* page = storage->page();
-  runtime_->pager().hold(*page, consumer().get(), write);
-  return {nullptr, [this, page](void*) { runtime_->pager().release_hold(*page); }};
-}
-
-/// What is attached is released as a whole, or training it would go on with a part.
-void Engine::Impl::require_whole_model(const std::vector<at::Tensor>& model) const {
-  std::unordered_set<const c10::TensorImpl*> given;
-  bool any = false;
-  for (const at::Tensor& tensor : model) {
-    given.insert(tensor.unsafeGetTensorImpl());
-    any = any || find(tensor) != nullptr;
-  }
-  PAGODA_REQUIRE(any, "no parameter of this model is a page of this engine");
-  for (const Parameter& parameter : parameters_) {
-    const auto alive = parameter.tensor.lock();
-    PAGODA_REQUIRE(alive == nullptr || given.contains(alive.get()),
-                   "parameter '{}' is attached and not among those to be released: release() the "
-                   "whole model",
-                   parameter.name);
-  }
-}
-
-void Engine::Impl::release(const std::vector<at::Tensor>& model) {
-  require_whole_model(model);
-  drop_gradients();  // of a backward without its step: they go with the states
-  /// A page as a plain tensor of one dimension.
-  struct Copy {
-    torch::PageStorage* storage = nullptr;
-    at::Tensor plain;
-  };
-  std::vector<Copy> copies;
-  runtime_->release([&] {
-    for (const at::Tensor& tensor : model) {
-      torch::PageStorage* storage = find(tensor);
-      const auto same = [&](const Copy& copy) { return copy.storage == storage; };
-      if (storage == nullptr || std::any_of(copies.begin(), copies.end(), same)) continue;
-      const auto elements = static_cast<std::int64_t>(storage->page()->elements);
-      at::Tensor plain = at::empty({elements}, tensor.options().requires_grad(false));
-      const auto pinned = pin(tensor);
-      const at::DisableRecordFunctionGuard unseen;
-      plain.copy_(at::from_blob(tensor.storage().mutable_data(), {elements}, plain.options()));
-      if (const auto stream = consumer()) stream->synchronize();
-      copies.push_back({storage, std::move(plain)});
-    }
-  });
-  // All ranks have their copies: from here on nothing waits for another rank, or fails.
-  for (const at::Tensor& tensor : model) {
-    torch::ParameterTable::instance().erase(tensor.unsafeGetTensorImpl());
-    if (find(tensor) != nullptr) torch::remove_gradient_hook(tensor);
-  }
-  for (Copy& copy : copies) {
-    pager::Page& page = *copy.storage->page();
-    torch::StorageTable::instance().erase(copy.storage->key());
-    runtime_->pager().set_binding(page, nullptr);
-    copy.storage->give_back(copy.plain.storage().unsafeGetStorageImpl()->set_data_ptr(
-        c10::DataPtr(nullptr, copy.plain.device())));
-    runtime_->drop(page);
-    storages_.erase(copy.storage->key());
-  }
-  forget_parameters();
-  backwards_ = 0;
+  return std::make_shared<pager::Hold>(
+      runtime_->pager().hold(*page, consumer().get(), write, runtime_->raw_writes(*page)));
 }
 
 }  // namespace pagoda

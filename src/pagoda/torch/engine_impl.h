@@ -3,7 +3,6 @@
 
 #include <atomic>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <unordered_map>
@@ -11,8 +10,10 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "pagoda/base/ranked_mutex.h"
 #include "pagoda/engine/runtime.h"
 #include "pagoda/torch/engine.h"
+#include "pagoda/torch/large_blocks.h"
 #include "pagoda/torch/observer.h"
 #include "pagoda/torch/page_storage.h"
 
@@ -35,6 +36,7 @@ class Engine::Impl final : public torch::ObserverClient {
   void attach(const std::vector<NamedTensor>& model, std::vector<ParameterGroup> groups,
               const std::vector<NamedTensor>& buffers);
   void release(const std::vector<at::Tensor>& model);
+  std::string close(bool give_back) noexcept;
 
   /// Sparse gradients are not paged: said before attach(), not when the first one comes.
   static void check_modules(const ::torch::nn::Module& model);
@@ -62,23 +64,44 @@ class Engine::Impl final : public torch::ObserverClient {
   c10::Device device() const;
 
  private:
-  /// A parameter that is trained.
+  /// A parameter that is given to the optimizer: trained, or frozen for now.
   struct Parameter {
+    explicit Parameter(const at::Tensor& of) : tensor(of.getIntrusivePtr()) {}
+
     c10::weak_intrusive_ptr<c10::TensorImpl> tensor;
     std::string name;
     torch::PageStorage* storage = nullptr;
-    optim::TrainedPage* page = nullptr;
+    optim::TrainedPage* page = nullptr;                  // null: frozen, and cannot be trained
     std::size_t in_page = 0;                             // which of the page's parameters
     void* hook = nullptr;                                // ours: checked at each step
     std::unique_ptr<torch::AttachedParameter> attached;  // in the observer's table
     const c10::TensorImpl* key = nullptr;                // …under this, dead or alive
     // How often its hook fires in a backward pass: more than once when checkpoints recompute and
-    // the parameter is used in several of them.
+    // the parameter is used in several of them. Guarded by gradient_mutex_, as is all below, while
+    // a pass is under way.
     std::size_t fires = 0;  // expected; 0: not known yet
     std::size_t fired = 0;  // in this pass
     std::size_t taken = 0;  // of `fired`, when its gradient was last taken
     bool given = false;     // it has a gradient in this step
     bool left = false;      // p.grad has what a pass that failed has left there
+    // Of one that was frozen at attach() and that step() has not agreed to train yet: see
+    // docs/notes/thaw.md.
+    std::optional<std::size_t> frozen;  // its place among them, as the runtime knows it
+    bool thawed = false;                // when the runtime was last told
+    bool late = false;                  // thawed during a pass: p.grad is taken by step()
+  };
+  /// One of the parameters that attach() gives to the optimizer.
+  struct Given {
+    at::Tensor tensor;
+    std::string name;
+    std::uint32_t index = 0;  // in the model
+    std::uint32_t group = 0;
+    torch::PageStorage* storage = nullptr;
+    std::size_t spec = 0;
+    std::size_t in_page = 0;
+    std::string obstacle;  // to its training, if it is frozen
+
+    bool frozen() const { return !tensor.requires_grad(); }
   };
   /// A page of several parameters collects their gradients here.
   struct Partial {
@@ -89,8 +112,8 @@ class Engine::Impl final : public torch::ObserverClient {
   /// Backward passes that the user has begun. Shared with what autograd drops when a pass is over,
   /// which may be later than this engine.
   struct PlainPasses {
-    std::mutex mutex;
-    std::vector<int> open;  // guarded by mutex; the first one is the outermost
+    RankedMutex<LockRank::PlainPasses> mutex;
+    std::vector<int> open;  // guarded by mutex; of one micro-batch, the outermost seen first
     bool failed = false;    // guarded by mutex: one ended without its end being told
   };
   struct OpenPass;
@@ -101,32 +124,72 @@ class Engine::Impl final : public torch::ObserverClient {
     c10::weak_intrusive_ptr<c10::StorageImpl> to;
   };
 
+  /// A page as plain bytes: what its storage gets when it is a page no more.
+  struct PlainCopy {
+    torch::PageStorage* storage = nullptr;
+    c10::DataPtr data;
+  };
+
+  /// A page that attach() has made, and what it was before.
+  struct Adopted {
+    torch::PageStorage* storage = nullptr;
+    c10::Device device;
+    c10::weak_intrusive_ptr<c10::StorageImpl> was;  // alive where it is still in use elsewhere
+  };
+
+  at::Tensor bytes_of(torch::PageStorage& storage);
+  at::Tensor copy_on_device(torch::PageStorage& storage);
+  PlainCopy copy_of(torch::PageStorage& storage);
+  /// Its storage is a plain one again, and the page bound to none.
+  void make_plain(PlainCopy& copy);
+  void require_host_memory(Bytes bytes) const;
+  void drop_exchanged();
   engine::ModelSpec describe(const std::vector<NamedTensor>& model,
                              const std::vector<ParameterGroup>& groups,
-                             std::vector<at::Tensor>& trained);
-  void set_hooks(const std::vector<at::Tensor>& trained);
+                             std::vector<at::Tensor>& given, std::vector<Adopted>& adopted);
+  void give_back(const std::vector<NamedTensor>& model, const std::vector<Adopted>& adopted);
+  static std::vector<engine::TrainedSpec> specs_of(std::vector<Given>& given,
+                                                   const std::vector<ParameterGroup>& groups);
+  void watch_parameters(const std::vector<at::Tensor>& given);
   void forget_parameters();
   void limit_device(Bytes limit);
   void require_whole_model(const std::vector<at::Tensor>& model) const;
   void require_ours_or_nobodys(const at::Tensor& tensor, const std::string& name) const;
-  void point_at(at::Tensor& tensor, const c10::Storage& storage) const;
-  std::vector<optim::Segment> segments_of(const at::Tensor& tensor, std::size_t in_page) const;
-  void take_gradient(std::size_t index, const at::Tensor& tensor);
+  static void point_at(at::Tensor& tensor, const c10::Storage& storage, c10::Device device);
+  static std::vector<optim::Segment> segments_of(const at::Tensor& tensor, std::size_t in_page);
+  void take_gradient(std::size_t index, const at::Tensor& tensor, bool late = false);
+  std::optional<Partial> add_to_partial(const Parameter& parameter, const at::Tensor& tensor,
+                                        const at::Tensor& grad);
   void require_none_set(const Parameter& parameter) const;
   void take_set_gradients();
   void require_scaled_loss(const Parameter& parameter, const at::Tensor& tensor) const;
-  void push(optim::TrainedPage& page, at::Tensor flat, std::vector<bool> present);
-  int plain_pass();
-  /// `ended`: the pass went to its end; otherwise it failed, or there is none.
-  void end_of_backward(bool ended);
+  void push(optim::TrainedPage& page, at::Tensor flat, std::vector<bool> present,
+            bool late = false);
+  int plain_pass(int inside = -1);
+  void end_plain_pass(const OpenPass& pass);
+  bool is_complete(const Partial& partial, const optim::TrainedPage& page);
+  void look_for_thawed();
+  void push_late();
+  void forget_thawed();
+  /// What a pass that is over says about how often hooks fire.
+  enum class Learn : std::uint8_t {
+    Nothing,  ///< it failed, or there is none
+    AtLeast,  ///< it was the user's: what came most often counts
+    Exactly,
+  };
+  void end_of_backward(Learn learn);
   void backward_failed();
+  void end_failed_pass();
   bool forget_failed_passes();
   void drop_gradients();
-  void check_hooks();
+  void set_hook(std::size_t index, const at::Tensor& tensor);
+  void keep_hooks();
+  void check_storages();
   void sweep();
   torch::PageStorage* find(const at::Tensor& tensor) const;
   void bump(pager::Page& page);
 
+  std::optional<torch::LargeBlocks> large_blocks_;  // where the device is the host
   std::unique_ptr<engine::Runtime> runtime_;
   std::unique_ptr<ThreadPool> activation_pool_;
   std::shared_ptr<torch::ActivationStore> activations_;
@@ -134,14 +197,17 @@ class Engine::Impl final : public torch::ObserverClient {
   std::unordered_map<const c10::StorageImpl*, std::unique_ptr<torch::PageStorage>> storages_;
   std::unordered_map<const c10::StorageImpl*, Moved> moved_;
   std::vector<Parameter> parameters_;
+  std::vector<std::size_t> frozen_;  // of parameters_: those whose `frozen` is set
   std::unordered_map<const pager::Page*, std::vector<std::size_t>> of_page_;
   std::unordered_map<const optim::TrainedPage*, Partial> partial_;  // guarded by gradient_mutex_
   const std::shared_ptr<PlainPasses> plain_passes_ = std::make_shared<PlainPasses>();
-  std::mutex gradient_mutex_;
+  const std::shared_ptr<Impl*> self_ = std::make_shared<Impl*>(this);  // for who may outlive it
+  bool failed_ = false;  // guarded by gradient_mutex_: a pass, and what it left is not handed on
+  RankedMutex<LockRank::Gradients> gradient_mutex_;
   std::atomic<int> pass_{-1};                // the backward pass under way, where it is ours
   std::atomic<bool> loss_is_scaled_{false};  // of others, by whoever begins them
   std::unordered_map<void*, std::shared_ptr<device::Stream>> streams_;  // guarded by stream_mutex_
-  std::mutex stream_mutex_;
+  RankedMutex<LockRank::TorchStreams> stream_mutex_;
   unsigned backwards_ = 0;  // since the last step
   std::size_t births_ = 0;
   std::size_t births_since_sweep_ = 0;

@@ -20,8 +20,10 @@
 
 #include "pagoda/base/clock.h"
 #include "pagoda/base/log.h"
+#include "pagoda/base/ranked_mutex.h"
 #include "pagoda/comm/sigpipe.h"
 #include "pagoda/comm/solo_world.h"
+#include "pagoda/engine/failure.h"
 #include "pagoda/torch/backend_group.h"
 #include "pagoda/torch/store_board.h"
 
@@ -74,7 +76,7 @@ class PendingWorks {
   }
 
  private:
-  std::mutex mutex_;
+  RankedMutex<LockRank::GlooWorks> mutex_;
   bool aborted_ = false;           // guarded by mutex_
   std::set<::c10d::Work*> works_;  // guarded by mutex_
 };
@@ -198,7 +200,8 @@ class GlooGroup final : public comm::Group {
   }
 
   c10::intrusive_ptr<::c10d::ProcessGroupGloo> process_group_;
-  std::mutex post_mutex_;  // the process group counts what is posted, without a lock
+  RankedMutex<LockRank::GlooPost>
+      post_mutex_;  // the process group counts what is posted, without a lock
   PendingWorks pending_;
 };
 
@@ -214,7 +217,8 @@ class GlooWorld final : public comm::World {
         rank_(rank),
         size_(size),
         holder_(holder),
-        options_(std::move(options)) {}
+        options_(std::move(options)),
+        gone_(static_cast<std::size_t>(size)) {}
 
   ~GlooWorld() override {
     if (holder_ < 0) return;
@@ -261,6 +265,11 @@ class GlooWorld final : public comm::World {
     }
   }
 
+  void limit_waits(milliseconds limit) override {
+    board_.set_patience(std::min(limit, options_.board_timeout));
+  }
+  void lost(int rank) noexcept override { gone_[static_cast<std::size_t>(rank)].store(true); }
+
   void put(std::string_view key, std::string_view value) override { board_.put(key, value); }
 
   std::optional<std::string> get(std::string_view key) override { return board_.get(key); }
@@ -283,7 +292,7 @@ class GlooWorld final : public comm::World {
     for (int r = 0; r < size_; ++r) {
       while (!get(here(r)).has_value()) {
         if (const auto why = get(gave_up_key(r))) {
-          throw EngineError(fmt::format("rank {} failed: {}", r, *why));
+          throw engine::RankFailed(fmt::format("rank {} failed: {}", r, *why));
         }
         if (now_ns() > end) {
           throw EngineError(fmt::format("rank {} has not come to connect with the others for {} s",
@@ -298,7 +307,8 @@ class GlooWorld final : public comm::World {
   void linger() {
     const Nanos end = now_ns() + std::chrono::nanoseconds(options_.linger).count();
     for (int r = 0; r < size_; ++r) {
-      while (!get(left_key(r)).has_value() && now_ns() < end) {
+      const auto& gone = gone_[static_cast<std::size_t>(r)];
+      while (!gone.load() && !get(left_key(r)).has_value() && now_ns() < end) {
         std::this_thread::sleep_for(milliseconds(5));
       }
     }
@@ -310,6 +320,7 @@ class GlooWorld final : public comm::World {
   const int size_;
   const int holder_;
   const GlooOptions options_;
+  std::vector<std::atomic<bool>> gone_;  // ranks whose processes are
   std::size_t groups_made_ = 0;
   c10::intrusive_ptr<::c10d::Backend> for_gradients_;
 };

@@ -19,6 +19,7 @@
 
 #include "pagoda/base/error.h"
 #include "pagoda/base/log.h"
+#include "pagoda/base/ranked_mutex.h"
 #include "pagoda/base/trace.h"
 #include "pagoda/pager/pager.h"
 #include "pagoda/torch/autograd_state.h"
@@ -35,6 +36,7 @@ struct Held {
   ObserverClient* client = nullptr;
   std::shared_ptr<device::Stream> consumer;
   c10::SmallVector<pager::Access, 4> accesses;
+  pager::Pin pin;  // of `accesses`, which stay in their place from then on
 
   std::span<const pager::Access> all() const { return {accesses.data(), accesses.size()}; }
 };
@@ -64,7 +66,7 @@ void note(PageStorage& storage, bool write, HeldPages& held) {
     if (one.pager == &storage.pager()) mine = &one;
   }
   if (mine == nullptr) {
-    held.push_back({&storage.pager(), &storage.client(), nullptr, {}});
+    held.push_back({&storage.pager(), &storage.client(), nullptr, {}, {}});
     mine = &held.back();
   }
   for (pager::Access& access : mine->accesses) {
@@ -96,7 +98,11 @@ PageStorage* page_of(const at::Tensor& tensor) {
   };
   if (!tensor.defined() || !tensor.has_storage()) return nullptr;
   PageStorage* page = find();
-  if (page != nullptr || !tensor.requires_grad() || !tensor.is_leaf()) return page;
+  // A parameter has hooks, also while it is frozen; what operators make under no_grad has nothing.
+  if (page != nullptr || tensor.unsafeGetTensorImpl()->autograd_meta() == nullptr ||
+      !tensor.is_leaf()) {
+    return page;
+  }
   readopt(tensor);
   return find();
 }
@@ -162,7 +168,8 @@ bool look_up(c10::ArrayRef<const c10::IValue> inputs, Held& held) {
   lookup.width = static_cast<std::uint64_t>(weight.size(1));
   lookup.count = static_cast<std::uint64_t>(indices.numel());
   lookup.rows = [&indices] { return values_of(indices); };
-  return held.pager->begin_lookup(lookup, held.consumer.get());
+  held.pin = held.pager->look_up(lookup, held.consumer.get());
+  return static_cast<bool>(held.pin);
 }
 
 /// While one lives, what this thread's operators do is not observed: a touch runs some. Not a
@@ -203,7 +210,7 @@ std::unique_ptr<at::ObserverContext> operator_starts(const at::RecordFunction& f
         context->looks_up = looking_up = true;
         break;
       }
-      held.pager->touch(held.all(), touch_mode(), held.consumer.get());
+      held.pin = held.pager->touch(held.all(), touch_mode(), held.consumer.get());
     } catch (...) {
       // A callback may not throw: the storage does it, when the kernel asks it for its bytes. (A
       // kernel that only calls other operators may get through: each of them is observed.)
@@ -222,16 +229,11 @@ std::unique_ptr<at::ObserverContext> operator_starts(const at::RecordFunction& f
 
 void operator_ends(const at::RecordFunction& function, at::ObserverContext* context) {
   if (context == nullptr) return;
-  const auto& ended = static_cast<const OperatorContext&>(*context);
+  auto& ended = static_cast<OperatorContext&>(*context);
   const Nanos end = ended.began != 0 ? now_ns() : 0;
   // First what cannot throw: a page that stays pinned would stay for good.
-  if (ended.looks_up) {
-    looking_up = false;
-    const Held& held = ended.held.front();
-    held.pager->end_lookup(*held.accesses.front().page, held.consumer.get());
-  } else {
-    for (const Held& held : ended.held) held.pager->unpin(held.all(), held.consumer.get());
-  }
+  if (ended.looks_up) looking_up = false;
+  for (Held& held : ended.held) held.pin.release();
   if (ended.denied) ended.denied->pager->allow(ended.denied->all());
   if (ended.began != 0) trace::slice("operator", function.name(), ended.began, end);
 }
@@ -255,7 +257,7 @@ void in_child() {
   after_fork();
 }
 
-std::mutex install_mutex;
+RankedMutex<LockRank::Observer> install_mutex;
 std::size_t installed = 0;                       // guarded by install_mutex
 std::optional<at::CallbackHandle> installed_as;  // guarded by install_mutex
 
@@ -263,17 +265,11 @@ std::optional<at::CallbackHandle> installed_as;  // guarded by install_mutex
 
 struct KernelPages::State {
   HeldPages pages;
-  std::size_t touched = 0;  // of `pages`, from the front
 };
 
 KernelPages::KernelPages() : state_(std::make_unique<State>()) {}
 
-KernelPages::~KernelPages() {
-  for (std::size_t i = 0; i < state_->touched; ++i) {
-    const Held& held = state_->pages[i];
-    held.pager->unpin(held.all(), held.consumer.get());
-  }
-}
+KernelPages::~KernelPages() = default;
 
 void KernelPages::add(const at::Tensor& tensor, bool write) {
   if (PageStorage* page = page_of(tensor)) note(*page, write, state_->pages);
@@ -302,13 +298,12 @@ std::optional<std::string> KernelPages::touch() {
   for (Held& held : state_->pages) {
     try {
       held.consumer = held.client->consumer();
-      held.pager->touch(held.all(), touch_mode(), held.consumer.get());
+      held.pin = held.pager->touch(held.all(), touch_mode(), held.consumer.get());
     } catch (const pager::OperatorTooLarge& error) {
       return error.told();
     } catch (...) {
       throw std::runtime_error(held.client->touch_failed(std::current_exception()));
     }
-    ++state_->touched;
   }
   return std::nullopt;
 }

@@ -39,6 +39,11 @@ constexpr std::array<std::string_view, 22> kShapeOnly = {"aten::empty_like",
 constexpr std::array<std::string_view, 4> kRecurrent = {"aten::lstm", "aten::gru", "aten::rnn_tanh",
                                                         "aten::rnn_relu"};
 
+/// Over lists: each tensor's page is brought in on its own (list_operators.h).
+bool is_over_a_list(std::string_view name) {
+  return name.starts_with("aten::_foreach_") || name == "aten::cat" || name == "aten::stack";
+}
+
 bool is_shape_only(std::string_view name) {
   for (const std::string_view known : kShapeOnly) {
     if (name == known) return true;
@@ -65,7 +70,7 @@ OperatorTraits learn(const at::RecordFunction& function) {
     traits.needs_no_data = by_hand == "detach" || by_hand == "detach_";
     return traits;
   }
-  traits.needs_no_data = is_shape_only(name->name);
+  traits.needs_no_data = is_shape_only(name->name) || is_over_a_list(name->name);
   traits.looks_up = name->name == "aten::embedding";
   traits.reads_pointers_on_gpu =
       std::find(kRecurrent.begin(), kRecurrent.end(), name->name) != kRecurrent.end();

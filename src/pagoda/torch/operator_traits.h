@@ -14,7 +14,7 @@ namespace pagoda::torch {
 /// What the observer needs to know of an operator, learnt once from its schema.
 struct OperatorTraits {
   /// It reads no bytes of its inputs (a view, empty_like), or is made of operators that are
-  /// announced themselves.
+  /// announced themselves, or brings its pages in by itself (list_operators.h).
   bool needs_no_data = false;
   /// It looks at the pointers of its inputs before it calls the operators it is made of: recurrent
   /// layers with cuDNN. Their pages are all needed at once.

@@ -2,10 +2,12 @@
 #include "pagoda/torch/page_storage.h"
 
 #include <atomic>
+#include <mutex>
 #include <utility>
 
 #include <c10/core/StorageImpl.h>
 
+#include "pagoda/base/ranked_mutex.h"
 #include "pagoda/io/owner_process.h"
 #include "pagoda/torch/storage_table.h"
 
@@ -21,18 +23,32 @@ struct OpenThrowFlag {
 bool& throw_flag(c10::StorageImpl& storage);
 template struct OpenThrowFlag<&c10::StorageImpl::throw_on_immutable_data_ptr_>;
 
+// What asks for a pointer to write through looks at this one before it looks at the other.
+template <bool c10::StorageImpl::*Member>
+struct OpenCheckFlag {
+  friend bool& check_flag(c10::StorageImpl& storage) { return storage.*Member; }
+};
+bool& check_flag(c10::StorageImpl& storage);
+template struct OpenCheckFlag<&c10::StorageImpl::has_mutable_data_ptr_check_>;
+
 }  // namespace
 
 /// The context of the storage's data pointer. Torch deletes it when the storage dies.
 struct PageStorage::Tie {
-  pager::Pager* pager;
+  Tie(pager::Pager& to, pager::Page& of) : pager(&to), page(&of) {}
+
+  RankedMutex<LockRank::StorageDeath> mutex;
+  pager::Pager* pager;  // guarded by mutex; null: it has ended
   pager::Page* page;
   io::OwnerProcess owner = {};
-  std::atomic<bool> told = false;
+  std::atomic<bool> told = false;  // from then on nobody uses this
 
   static void died(void* context) {
     auto* tie = static_cast<Tie*>(context);
-    if (tie->owner.here()) tie->pager->storage_died(*tie->page);  // a fork's locks are as they were
+    if (tie->owner.here()) {  // a fork's locks are as they were
+      const std::lock_guard lock(tie->mutex);
+      if (tie->pager != nullptr) tie->pager->storage_died(*tie->page);
+    }
     tie->told.store(true, std::memory_order_release);
   }
 };
@@ -46,8 +62,13 @@ PageStorage::PageStorage(const c10::Storage& storage, pager::Pager& pager, Obser
 
 PageStorage::~PageStorage() {
   if (tie_ == nullptr) return;
+  end();
   const auto storage = storage_.lock();
-  if (storage == nullptr) return;
+  if (storage == nullptr) {
+    // It is dying on another thread, which may not have come to died() yet: that needs the tie.
+    if (!gone()) (void)tie_.release();
+    return;
+  }
   (void)storage->_mutable_data_ptr_no_checks().release_context();
   storage->set_data_ptr_noswap(c10::DataPtr(nullptr, device_));
   storage->release_data_and_set_meta_custom_data_ptr_error_msg_(
@@ -61,7 +82,13 @@ bool PageStorage::lost(const c10::Storage& storage) noexcept {
 
 void PageStorage::watch(pager::Page& page) {
   page_ = &page;
-  tie_ = std::make_unique<Tie>(&pager_, &page);
+  tie_ = std::make_unique<Tie>(pager_, page);
+}
+
+void PageStorage::end() noexcept {
+  if (tie_ == nullptr || !tie_->owner.here()) return;
+  const std::lock_guard lock(tie_->mutex);
+  tie_->pager = nullptr;
 }
 
 bool PageStorage::gone() const noexcept {
@@ -90,6 +117,21 @@ void PageStorage::unbind(const std::string& why) noexcept {
   if (storage == nullptr) return;
   set(nullptr, tie_ != nullptr);
   storage->release_data_and_set_meta_custom_data_ptr_error_msg_(why);
+}
+
+// Every operator does both. The weak reference keeps the object itself, dead or alive.
+void PageStorage::shut() noexcept {
+  check_flag(*key_) = true;
+  throw_flag(*key_) = true;
+}
+
+void PageStorage::open() noexcept {
+  throw_flag(*key_) = false;
+}
+
+void PageStorage::forget() noexcept {
+  shut();
+  set(nullptr, tie_ != nullptr);
 }
 
 void PageStorage::let_go() {

@@ -31,9 +31,14 @@ class PageStorage final : public pager::Binding {
   void watch(pager::Page& page);
   void bind(std::byte* data) noexcept override;
   void unbind(const std::string& why) noexcept override;
+  void shut() noexcept override;
+  void open() noexcept override;
+  void forget() noexcept override;
   bool has_views() const noexcept override { return storage_.use_count() > parameters_; }
   /// So many parameters share it: others that do are views.
   void set_parameters(std::size_t count) noexcept { parameters_ = count; }
+  /// The pager ends: the storage's death is told to nobody, from whichever thread it comes.
+  void end() noexcept;
   /// The storage is a page no more, and its death means nothing; until this goes, as it was.
   void let_go();
   /// The storage becomes a plain one that owns `data`, and is no page any more.
@@ -44,6 +49,8 @@ class PageStorage final : public pager::Binding {
 
   c10::StorageImpl* key() const noexcept { return key_; }
   bool alive() const noexcept { return !storage_.expired(); }
+  /// The storage, kept alive; null if it has died.
+  c10::intrusive_ptr<c10::StorageImpl> lock() const noexcept { return storage_.lock(); }
   /// The storage is gone, and the pager has been told.
   bool gone() const noexcept;
   pager::Page* page() const noexcept { return page_; }

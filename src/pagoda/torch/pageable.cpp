@@ -58,14 +58,14 @@ void require_pageable(const std::vector<std::pair<std::string, at::Tensor>>& par
         others == 0 ? " is" : fmt::format(" and {} other{} are", others, others == 1 ? "" : "s"),
         others == 0 ? "has" : "have"));
   }
-  for (const auto& [name, tensor] : parameters) {
-    require_pageable(tensor, name, device);
-    PAGODA_REQUIRE(!tensor.is_complex(), "parameter '{}' is complex: train its real view instead",
-                   name);
-  }
+  for (const auto& [name, tensor] : parameters) require_pageable(tensor, name, device);
 }
 
 kernels::Dtype require_trainable(const at::Tensor& tensor, const std::string& name) {
+  PAGODA_REQUIRE(!tensor.is_complex(),
+                 "parameter '{}' is complex: train its real view (torch.view_as_real) instead, or "
+                 "freeze it",
+                 name);
   const auto known = element_type(tensor);
   PAGODA_REQUIRE(known.has_value(), "parameter '{}' is {}: fp32, bf16 and fp16 can be trained",
                  name, c10::toString(tensor.scalar_type()));

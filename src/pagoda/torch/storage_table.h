@@ -4,8 +4,10 @@
 #include <atomic>
 #include <cstddef>
 #include <memory>
-#include <mutex>
+#include <type_traits>
 #include <vector>
+
+#include "pagoda/base/ranked_mutex.h"
 
 namespace c10 {
 struct StorageImpl;
@@ -68,6 +70,10 @@ class ObjectTable {
     std::vector<Entry> entries;
   };
 
+  // A fork takes both tables' locks, in this order.
+  static constexpr LockRank kRank =
+      std::is_same_v<Key, c10::StorageImpl> ? LockRank::StorageTable : LockRank::ParameterTable;
+
   static std::size_t slot(const Key* key) noexcept {
     // Addresses are multiples of 16, and neighbours are common.
     return (reinterpret_cast<std::size_t>(key) >> 4) * 0x9E3779B97F4A7C15U >> 20;
@@ -77,7 +83,7 @@ class ObjectTable {
 
   std::atomic<Table*> table_{nullptr};
   std::atomic<std::size_t> count_{0};
-  mutable std::mutex mutex_;                    // for writers
+  mutable RankedMutex<kRank> mutex_;            // for writers
   std::vector<std::unique_ptr<Table>> tables_;  // guarded by mutex_; the last one is current
   std::size_t taken_ = 0;                       // guarded by mutex_: places used, erased ones too
 };

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "pagoda/torch/store_board.h"
 
-#include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <future>
@@ -13,6 +12,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "pagoda/base/error.h"
+#include "pagoda/base/ranked_mutex.h"
 
 namespace pagoda::torch {
 
@@ -23,8 +23,8 @@ struct StoreBoard::State {
   };
 
   c10::intrusive_ptr<::c10d::Store> store;  // the thread's
-  std::mutex mutex;
-  std::condition_variable wake;
+  RankedMutex<LockRank::StoreBoard> mutex;
+  Condition wake;
   std::deque<Question> questions;  // guarded by mutex
   bool stopping = false;           // guarded by mutex
   std::string lost;                // guarded by mutex: why nobody answers any more
@@ -70,6 +70,7 @@ void StoreBoard::serve(const std::shared_ptr<State>& state) {
 }
 
 StoreBoard::Answer StoreBoard::ask(std::function<Answer(::c10d::Store&)> question) {
+  require_may_wait();
   std::future<Answer> answer;
   {
     const std::lock_guard lock(state_->mutex);
@@ -78,10 +79,11 @@ StoreBoard::Answer StoreBoard::ask(std::function<Answer(::c10d::Store&)> questio
     answer = state_->questions.back().answer.get_future();
   }
   state_->wake.notify_one();
-  if (answer.wait_for(patience_) != std::future_status::ready) {
+  const std::chrono::milliseconds patience = patience_.load();
+  if (answer.wait_for(patience) != std::future_status::ready) {
     const std::lock_guard lock(state_->mutex);
     state_->lost = fmt::format("the store has not answered for {} s",
-                               static_cast<double>(patience_.count()) / 1000);
+                               static_cast<double>(patience.count()) / 1000);
     throw EngineError(state_->lost);
   }
   try {

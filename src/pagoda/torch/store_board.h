@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <functional>
 #include <memory>
@@ -29,6 +30,9 @@ class StoreBoard {
   StoreBoard& operator=(const StoreBoard&) = delete;
   ~StoreBoard();
 
+  /// Calls from now on wait no longer.
+  void set_patience(std::chrono::milliseconds patience) noexcept { patience_.store(patience); }
+
   /// EngineError if the store fails or does not answer; then every later call throws at once.
   void put(std::string_view key, std::string_view value);
   std::optional<std::string> get(std::string_view key);
@@ -40,7 +44,7 @@ class StoreBoard {
   Answer ask(std::function<Answer(::c10d::Store&)> question);
   static void serve(const std::shared_ptr<State>& state);
 
-  const std::chrono::milliseconds patience_;
+  std::atomic<std::chrono::milliseconds> patience_;
   const std::shared_ptr<State> state_;  // the thread has its own share
 };
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/notes/numerics.md in numpy, which rounds a square root correctly and fuses nothing. Shares no
-code with the library."""
+"""docs/notes/numerics.md in numpy, which rounds a square root correctly and fuses nothing.
+Shares no code with the library."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs programs in processes of their own, a chunk of them in each, with an eye on the clock: a crash
-or a hang is the program's that was running, and the rest goes on."""
+"""Runs programs in processes of their own, a chunk of them in each, with an eye on the clock: a
+crash or a hang is the program's that was running, and the rest goes on."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Result:
         return (f"{self.done} programs, {len(self.failures)} failed"
                 + (f" ({seeds})" if seeds else "")
                 + (f", {len(self.invalid)} were none" if self.invalid else "")
-                + f", {self.seconds:.1f} s")
+                + f", {self.seconds:.1f} s, {self.done / max(self.seconds, 1e-3):.1f} a second")
 
 
 class Runner:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines of all kinds: budgets from just enough to plenty, every placement, every number format."""
+"""Engines of all kinds: budgets from just enough to plenty, all placements and number formats."""
 
 from __future__ import annotations
 

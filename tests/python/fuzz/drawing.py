@@ -8,10 +8,11 @@ from random import Random
 from typing import Any
 
 import configuration
-import habits
 import oddities  # noqa: F401  registers its layers
 from layers import KINDS
 from program import Event, Program
+from reads import RAW, READS
+from writes import WRITES
 
 # Layers whose backward torch can differentiate once more.
 TWICE = {"linear", "views", "twice", "einsum", "shapes", "frozen", "borrower"}
@@ -61,6 +62,8 @@ class Drawer:
         self.ranks = ranks
         hows = {spec["options"].get("how") for spec in model["layers"]}
         self.copies = not hows & UNCOPIED
+        # torch's AveragedModel subtracts parameters, which booleans cannot be.
+        self.averages = not any(spec["options"].get("type") == "bool" for spec in model["layers"])
         self.writes_in_forward = "max_norm" in hows
         checkpoints = {spec["checkpoint"] for spec in model["layers"]}
         self.reentrant = "reentrant" in checkpoints
@@ -83,7 +86,7 @@ class Drawer:
         """A moment, and the event."""
         r = self.random
         made: list[tuple[float, tuple[str, ...], str, dict[str, Any], list[str]]] = [
-            (30, READING, "read", {"how": r.choice(sorted(habits.READS)),
+            (30, READING, "read", {"how": r.choice(sorted(READS)),
                                    "parameter": self.number()}, []),
             (6, READING, "read_all", {"how": r.choice(["norm", "sum", "clone"])}, []),
             (4, READING, "state_dict", {}, []),
@@ -91,7 +94,7 @@ class Drawer:
              {"parameter": self.number(), "during": r.random() < 0.5, "seed": self.seed()},
              ["threads"]),
             (8, READING, "read_raw",
-             {"how": r.choice(sorted(habits.RAW)),
+             {"how": r.choice(sorted(RAW)),
               "parameter": r.choice([None, self.number()])}, ["raw_reads"]),
             (4, READING, "read_pinned",
              {"how": r.choice(["numpy", "list", "dlpack"]), "parameter": self.number()}, []),
@@ -111,7 +114,7 @@ class Drawer:
              {"how": r.choice(["norm", "total"])}, ["large_operators"]),
             (1, ("start", "after"), "foreach", {"how": "mul"}, ["large_operators"]),
             (4, READING, "deep_copy", {"parameter": r.choice([None, self.number()])}, ["copies"]),
-            (14, WRITING, "write", {"how": r.choice(sorted(habits.WRITES)),
+            (14, WRITING, "write", {"how": r.choice(sorted(WRITES)),
                                     "parameter": self.number(), "late": False}, []),
             (3, ("start", "after"), "reset", {"layer": self.number()}, []),
             (3, ("start", "after"), "exchange", {"parameter": self.number(), "frozen": False},
@@ -126,7 +129,8 @@ class Drawer:
             (3, ("start", "after"), "gradients_by_hand", {"seed": self.seed()}, []),
             (8, ("after_backward", "late"), "gradient",
              {"parameter": r.choice([None, self.number()]), "late": False}, []),
-            (3, ("start", "after_backward", "late", "after"), "zero_grad", {"late": False}, []),
+            (3, ("start", "after_backward", "late", "after"), "zero_grad",
+             {"late": False, "by": r.choice(["engine", "optimizer", "model"])}, []),
             (6, ("start", "late", "after"), "change",
              {"key": r.choice(["lr", "lr", "weight_decay"]), "factor": r.choice([0.5, 1.5]),
               "group": self.number(), "late": False}, []),
@@ -155,11 +159,13 @@ class Drawer:
                 features = [*features, "late_changes"]
             elif what not in ("stats", "finish", "hold", "clip_by_torch", "copy_groups"):
                 features = [*features, "late_reads"]
+        if self.ranks > 1 and options.get("by") == "model":
+            options = {**options, "by": "engine"}
         if not self.allowed(what, moment, options):
             return self.draw_habit()
         collective = what in ("gradient", "zero_grad", "reattach", "save", "write", "write_pinned",
-                              "reset", "exchange", "rollback", "swap", "freeze", "unfreeze",
-                              "change", "schedule", "foreach")
+                              "reset", "exchange", "rollback", "freeze", "unfreeze", "change",
+                              "schedule", "foreach")
         ranks = None
         if self.ranks > 1 and not collective and r.random() < 0.6:
             ranks = [r.randrange(self.ranks)]
@@ -167,6 +173,8 @@ class Drawer:
 
     def allowed(self, what: str, moment: str, options: dict[str, Any]) -> bool:
         if what in ("deep_copy", "averaged_model") and not self.copies:
+            return False
+        if what == "averaged_model" and not self.averages:
             return False
         if what == "gradients_by_hand" and self.reentrant:
             return False
@@ -207,9 +215,16 @@ class Drawer:
         r = self.random
         accumulation = self.config.get("accumulation", 1)
         out = list(habit_events["start"])
+        if r.random() < 0.04 and "loss_scale" not in self.config:
+            numbers = [self.number() for _ in range(3)]
+            out.append(Event("put_gradients", {"parameters": numbers}, ["own_gradients"],
+                             None if self.ranks == 1 else r.choice([None, [0], [1]])))
+            out.append(Event("step", {"by": "engine"}, ["own_gradients"]))
         count = accumulation
         if r.random() < 0.12:
             count = r.choice([0, 1, accumulation + 1])
+        if self.writes_in_forward:  # a forward too many would be refused for what it writes
+            count = min(count, accumulation)
         alike = self.ranks == 1 or r.random() < 0.5
         for micro in range(count):
             late = micro >= accumulation
@@ -225,8 +240,10 @@ class Drawer:
                 out.append(self.backward(ranks, micro == count - 1, late))
             if micro < min(count, accumulation) - 1:
                 out += habit_events["after_backward"]
-        out += habit_events["late"]
-        if r.random() < 0.05:
+        # Where ranks differ, what is refused on one is not on another: the user has parted them.
+        out += [event for event in habit_events["late"] if alike or not (
+            {"late_changes", "late_writes", "late_grads"} & set(event.features))]
+        if r.random() < 0.05 and alike:
             out.append(Event("abandon", {}, ["late_changes"], instead="step"))
         else:
             by = r.choice(["engine", "engine", "engine", "optimizer", "closure"])

@@ -32,6 +32,13 @@ def event(what: str, ranks: list[int] | None = None, **options: Any) -> Event:
     return Event(what, options, [], ranks)
 
 
+def on(rank: int, *events: Event) -> list[Event]:
+    """On that rank only."""
+    for one in events:
+        one.ranks = [rank]
+    return list(events)
+
+
 def program(layers: Layers, steps: list[list[Event]], ranks: int = 1, build: bool = False,
             dtype: str = "float32", group: dict[str, Any] | None = None,
             model: dict[str, Any] | None = None, room: dict[str, Any] | None = None,
@@ -106,4 +113,25 @@ KEPT: dict[str, tuple[Program, int, str]] = {
     "a norm that is no number": (program(
         [layer("linear", "float16", bias=True, grow=1)], [TRAINED], dtype="float16",
         loss_scale="dynamic", loss_scale_initial=2.0 ** 120), 1, "nan_norms"),
+    "a pass around a reentrant checkpoint, on one of two ranks": (program(
+        [layer("linear", bias=True, grow=1),
+         layer("linear", checkpoint="reentrant", bias=True, grow=1)],
+        [[*on(0, forward(1, "hidden"), backward("plain"), forward(2, "hidden"), backward("plain")),
+          *on(1, forward(3, "hidden", skip=[1]), backward("plain"), forward(4), backward("plain")),
+          event("step")]], ranks=2, accumulation=2, clip=0.5), 1, ""),
+    "a backward that fails before its first gradient, on one of two ranks": (program(
+        [layer("linear", bias=True, grow=1)],
+        [[*on(0, forward(1, "hidden", fail_backward_at=0, skip=[0]), backward(last=False),
+              forward(2), backward(last=False), forward(3), backward()),
+          *on(1, forward(4), backward(last=False), forward(5), backward(last=False), forward(6),
+              backward()), event("step")]], ranks=2, accumulation=3, clip=0.5), 1,
+        "backward_after_failure"),
+    "a write under a pin, while another rank reads the update before": (program(
+        [layer("linear", bias=True, grow=1)] * 3,
+        [[*TRAINED, event("write_pinned", parameter=number, late=False)] for number in range(6)],
+        ranks=2, zero=2, room={"device": ["parameters"]}), 5, "pin_writes"),
+    "weights that one rank exchanges and puts back": (program(
+        [layer("linear", "bfloat16", bias=True, grow=1)],
+        [[*TRAINED, event("swap", [1], seed=1)]] * 4, ranks=2, dtype="bfloat16",
+        room=TIGHT), 2, "swap"),
 }

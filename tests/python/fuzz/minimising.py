@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes a failing program smaller: takes steps, events, layers, settings away while it still fails."""
+"""Makes a failing program smaller: takes steps, events, layers, settings away while it fails."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def smaller(program: Program) -> Iterator[Program]:
             out = program.copy()
             out.model["layers"][number]["dtype"] = "float32"
             yield out
-    for key, value in (("hooks", []), ("dtype", "float32"), ("tied", False), ("frozen", []), ("width", 8),
-                       ("vocabulary", 11)):
+    for key, value in (("hooks", []), ("dtype", "float32"), ("tied", False), ("frozen", []),
+                       ("width", 8), ("vocabulary", 11)):
         if program.model[key] != value:
             out = program.copy()
             out.model[key] = value

@@ -311,7 +311,8 @@ class Frozen(Layer):
         super().__init__()
         base = torch.randn(width, width) * 0.3
         kept = {"same": lambda: base, "float64": lambda: base.double(),
-                "int8": lambda: (base * 40).round().to(torch.int8), "bool": lambda: base > 0}[type]()
+                "int8": lambda: (base * 40).round().to(torch.int8),
+                "bool": lambda: base > 0}[type]()
         self.base = nn.Parameter(kept, requires_grad=False)
         self.scale = nn.Parameter(torch.full((width,), 0.1))
         self.register_buffer("seen", torch.zeros((), dtype=torch.long))

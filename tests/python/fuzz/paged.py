@@ -30,6 +30,7 @@ class Paged:
         self.engine = pagoda.Engine(**config)
         self.build = build
         self.refused: dict[int, bool] = {}
+        self.model: nn.Module
 
     def attempt(self, number: int, action: Callable[[], Any], may_refuse: bool) -> bool:
         try:
@@ -65,6 +66,11 @@ class Paged:
         else:
             self.engine.backward(loss, last)
 
+    def put_gradients(self, gradients: dict[str, torch.Tensor]) -> None:
+        named = dict(self.model.named_parameters())
+        for name, gradient in gradients.items():
+            named[name].grad = gradient
+
     @contextlib.contextmanager
     def pin(self, what: Any) -> Generator[None]:
         with self.engine.pin(what):
@@ -78,6 +84,7 @@ class Paged:
         engine = self.engine
         match call.what:
             case "attach":
+                self.model = call.model
                 groups = call.groups
                 if len(groups) == 1 and not call.name:
                     said = {key: value for key, value in groups[0].items() if key != "params"}
@@ -95,7 +102,8 @@ class Paged:
                 assert report is not None
                 return report.step, report.skipped, report.norm, report.loss_scale
             case "zero_grad":
-                engine.zero_grad()
+                {"engine": engine, "optimizer": engine.optimizer,
+                 "model": call.model}[call.name].zero_grad()
             case "grad":
                 return engine.grad(call.model)
             case "grad_norm":

@@ -92,6 +92,7 @@ class Member:
         self.rounds: list[dict[str, torch.Tensor]] = []
         self.optimizer: Any = None
         self.named: dict[str, nn.Parameter] = {}
+        self.buffers: dict[str, torch.Tensor] = {}
         self.trained: list[str] = []
 
     # What happened to the engine's calls that may be refused.
@@ -109,6 +110,7 @@ class Member:
 
     def attach(self, model: nn.Module, groups: list[dict[str, Any]]) -> None:
         self.named = dict(model.named_parameters())
+        self.buffers = dict(model.named_buffers())
         self.optimizer = Groups(groups, {})
         self.trained = []
         given = {id(p) for group in groups for p in group["params"]}
@@ -117,6 +119,7 @@ class Member:
 
     def backward(self, loss: torch.Tensor, how: str, last: bool | None, retain: bool) -> None:
         scale = self.together.scale
+        plain = how == "plain" or retain
         try:
             (loss if scale == 1 else loss * scale).backward(retain_graph=retain)
         finally:
@@ -126,7 +129,13 @@ class Member:
                 if parameter.grad is not None:
                     found[name] = parameter.grad
                     parameter.grad = None
-            self.rounds.append(found)
+            # The engine does not see a plain pass that reaches none of its parameters.
+            if found or not plain:
+                self.rounds.append(found)
+
+    def put_gradients(self, gradients: dict[str, torch.Tensor]) -> None:
+        """What user code has put into p.grad."""
+        self.rounds.append(gradients)
 
     @contextlib.contextmanager
     def pin(self, what: Any) -> Generator[None]:
@@ -159,6 +168,7 @@ class Reference:
 
     def attach(self) -> None:
         first = self.members[0]
+        self.take_values(first)
         self.states, self.pages, self.layouts = {}, [], {}
         pages: dict[int, int] = {}
         for index, (name, parameter) in enumerate(first.named.items()):
@@ -172,6 +182,14 @@ class Reference:
                 pages[storage._cdata] = len(self.pages)
                 self.pages.append((storage.nbytes() // parameter.element_size(), []))
             self.pages[pages[storage._cdata]][1].append(name)
+
+    def take_values(self, first: Member) -> None:
+        """Training starts from rank 0's parameters and buffers."""
+        with torch.no_grad():
+            for member in self.members[1:]:
+                for mine, theirs in ((member.named, first.named), (member.buffers, first.buffers)):
+                    for name, value in mine.items():
+                        value.copy_(theirs[name])
 
     def sum_rounds(self) -> None:
         """Micro-batch after micro-batch, rank after rank."""

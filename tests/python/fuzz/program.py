@@ -29,6 +29,7 @@ FEATURES = {
     "failures": "the user's own exceptions in forward and backward",
     "backward_after_failure": "another backward in a step after one that failed",
     "threads": "reads from other threads",
+    "own_gradients": "p.grad = …",
     "scaled_plain_backward": "loss.backward() under a loss scale",
     "join": "ranks that end early",
     "copies": "deepcopy of parameters and models",

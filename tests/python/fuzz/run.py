@@ -4,6 +4,7 @@
     run.py --seed 17 -v            one program, which is printed
     run.py --seeds 0:200           many
     run.py --seeds 0:200 --ranks 2
+    run.py --seeds 0:5000 --jobs 14 --time 540    by 14 workers, for nine minutes at most
     run.py --seed 17 --minimise    tries to make a failing program smaller
     run.py --program FILE          one that was kept by --minimise
     run.py --kept                  those of kept.py
@@ -13,6 +14,8 @@
 from __future__ import annotations
 
 import argparse
+import math
+import os
 import sys
 from pathlib import Path
 
@@ -20,7 +23,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[3] / "python"))
 
 import chunks
+import jobs
 import program as programs
+import torch
 
 
 def run_kept(without: set[str], limit: float) -> int:
@@ -51,10 +56,12 @@ def main() -> int:
     parser.add_argument("--minimise", action="store_true")
     parser.add_argument("--program", type=Path)
     parser.add_argument("--kept", action="store_true")
-    parser.add_argument("--chunk", type=int, default=25, help="programs in one process")
+    parser.add_argument("--chunk", type=int, default=10, help="programs in one process")
     parser.add_argument("--limit", type=float, default=120.0,
                         help="seconds after which a program hangs")
     parser.add_argument("--keep-going", type=int, default=10, help="failures until it stops")
+    parser.add_argument("--jobs", type=int, default=1, help="workers, which share the seeds")
+    parser.add_argument("--time", type=float, default=math.inf, help="seconds in all, with --jobs")
     parser.add_argument("--times", type=int, default=1, help="for what fails now and then")
     parser.add_argument("--wrong", choices=["rate", "crash", "hang"],
                         help="does something wrong, to see that it is found")
@@ -87,7 +94,14 @@ def main() -> int:
         runner.ranks = runner.fixed.ranks
     if one and (arguments.verbose or runner.fixed):
         print(runner.program(seeds[0]).text(), flush=True)
-    result = runner.run(seeds, arguments.keep_going, arguments.verbose)
+    if arguments.jobs > 1 or arguments.time < math.inf:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        torch.set_num_threads(1)
+        result = jobs.Jobs(runner, arguments.jobs, arguments.time).run(seeds, arguments.keep_going)
+        if result.done < len(seeds):
+            print(f"{len(seeds) - result.done} of {len(seeds)} programs were not run")
+    else:
+        result = runner.run(seeds, arguments.keep_going, arguments.verbose)
     print(result.text())
     if arguments.minimise and result.failures:
         import minimising

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank's run of a program, over an engine or over plain tensors.
 
-It is a generator: what ranks do together is yielded, so that a plain loop can run all ranks in turn.
+It is a generator: what ranks do together is yielded, so that a plain loop can run all of them in
+turn.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import torch
 from model import Model, UsersOwn, autocast
 from program import Event, Program
 
-import pagoda
 
 
 @dataclass
@@ -40,6 +40,14 @@ class Entry:
 
 
 Calls = Generator[Call, Any, None]
+Habit = Callable[..., Calls | None]
+HABITS: dict[str, Habit] = {}
+
+
+def habit(function: Habit) -> Habit:
+    """Makes it an event of programs."""
+    HABITS[function.__name__] = function
+    return function
 
 
 class Session:
@@ -54,7 +62,6 @@ class Session:
         self.where = "attach"
         self.losses: list[torch.Tensor] = []
         self.kept: dict[str, Any] = {}  # averages, copies, schedulers, pins
-        self.changed: tuple[int, dict[str, Any], dict[str, Any]] | None = None
         self.early = configuration.early(program.config)
         self.model: Model
 
@@ -93,18 +100,21 @@ class Session:
         for group in groups:
             group["params"] = []
         left_out = spec["left_out"]
+        # attach(model) gives the optimizer what is frozen at that time, too.
+        thawable = spec["explicit"] or len(spec["groups"]) == 1
         for name, parameter in self.model.named_parameters():
             number = int(name.split(".")[1]) + 1 if name.startswith("layers.") else 0
             if not parameter.is_floating_point() or (left_out is not None and number == left_out):
                 continue
             if not parameter.requires_grad and not (
-                    spec["explicit"] and parameter.dtype != torch.float64):
+                    thawable and parameter.dtype != torch.float64):
                 continue
             groups[number % len(groups)]["params"].append(parameter)
         return [group for group in groups if group["params"]]
 
     def attach(self) -> Calls:
-        explicit = "explicit" if self.program.optimizer["explicit"] else ""
+        spec = self.program.optimizer
+        explicit = "explicit" if spec["explicit"] or len(spec["groups"]) > 1 else ""
         yield Call("attach", explicit, self.model, self.groups())
 
     def run(self) -> Calls:
@@ -113,17 +123,18 @@ class Session:
         assert isinstance(made, Model)
         self.model = made
         yield from self.attach()
-        import habits
         for number, step in enumerate(self.program.steps):
             for event in step:
                 if event.ranks is not None and self.rank not in event.ranks:
                     continue
                 self.where = f"step {number}, {event.text()}"
-                done = habits.HABITS[event.what](self, event, **event.options)
+                done = HABITS[event.what](self, event, **event.options)
                 if done is not None:
                     yield from done
         self.where = "end"
-        yield from habits.end(self)
+        end = HABITS["end"](self)
+        assert end is not None
+        yield from end
 
     # A micro-batch.
 
@@ -164,26 +175,22 @@ class Session:
             said = last if final or last is None else False
             scaled = how == "plain" and "loss_scale" in self.program.config
             refusable = scaled or (self.early and late)
+            seen = len(self.model.seen)
+            buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
             try:
-                self.trainer.attempt(
+                done = self.trainer.attempt(
                     event.number + 10000 * number,
                     lambda: self.trainer.backward(loss, how, said, not final), refusable)
+                if not done:  # what the layers before the one where it was refused have done
+                    del self.model.seen[seen:]
+                    for name, buffer in self.model.named_buffers():
+                        buffer.copy_(buffers[name])
             except UsersOwn:
                 self.see("the user's own error", 1.0)
         self.see_hooks()
 
     def step(self, event: Event, by: str = "engine") -> Calls:
-        changed, self.changed = self.changed, None
-        try:
-            report = yield Call("step", by)
-        except pagoda.UserError:
-            if changed is None or not self.early:
-                raise
-            # The learning rate came too late: it goes back, and the step is made.
-            number, group, before = changed
-            group.update(before)
-            self.trainer.refused[number] = True
-            report = yield Call("step", by)
+        report = yield Call("step", by)
         step, skipped, norm, scale = report
         self.see("step", float(step))
         self.see("skipped", float(skipped))
@@ -191,3 +198,6 @@ class Session:
             norm = None
         self.see("norm", -1.0 if norm is None else norm)
         self.see("loss scale", scale)
+
+
+HABITS.update(forward=Session.forward, backward=Session.backward, step=Session.step)

@@ -15,7 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import configuration
+import habits  # noqa: F401  this and the next two register themselves
+import reads  # noqa: F401
 import torch
+import writes  # noqa: F401
 from model import Model
 from paged import Paged
 from plain import Reference
@@ -175,16 +178,18 @@ def run(program: Program, rank: int = 0, gather: Gather | None = None,
     with tempfile.TemporaryDirectory(prefix="pagoda fuzz ") as directory:
         folder = Path(directory)
         config = resolved(program, folder)
+        saves = folder if gather is None else gather(folder)[0]  # all ranks name the same
         failure = ""
         log: list[Entry] = []
         refused: dict[int, bool] = {}
         while True:
             try:
-                log, refused = run_paged(program, config, rank, folder, wrong)
+                log, refused = run_paged(program, config, rank, saves, wrong)
             except Exception as error:
                 # The engine's constructor has no notes, and meets nobody before it fails.
                 where = "".join(getattr(error, "__notes__", ["constructor"]))
-                if (where == "constructor" or (program.ranks == 1 and "in attach" in where)
+                thaws = "were thawed and cannot be trained" in str(error)
+                if (where == "constructor" or (program.ranks == 1 and ("in attach" in where or thaws))
                         ) and widened(config, error, bool(program.room.get("slack"))):
                     continue
                 failure = "".join(traceback.format_exception(error))
@@ -192,7 +197,7 @@ def run(program: Program, rank: int = 0, gather: Gather | None = None,
         outcomes = [refused] if gather is None else gather(refused)
         failures = [failure] if gather is None else gather(failure)
         try:
-            expected = run_plain(program, outcomes, folder)
+            expected = run_plain(program, outcomes, saves)
         except Invalid:
             raise
         except Exception as error:

@@ -77,6 +77,50 @@ TEST_F(FailureTest, OtherRanksKnowWhyAndWhereOneEnded) {
   ranks[1]->await_heard(std::chrono::seconds(60));                     // both have: at once
 }
 
+TEST_F(FailureTest, TheRankThatFailedIsNamedAndNotOneThatHasHeardOfIt) {
+  const auto lost = [](int rank) {
+    return std::make_exception_ptr(
+        comm::PeerLost(rank, fmt::format("rank {} closed its connection", rank)));
+  };
+  std::vector<std::unique_ptr<Failure>> ranks;
+  const auto make = [&](const std::string& engine) {
+    ranks.clear();
+    for (const auto& world : worlds_) ranks.push_back(std::make_unique<Failure>(*world, engine));
+  };
+  // Rank 2 was killed; rank 0 noticed it first, and rank 1 loses rank 2, too.
+  make("killed");
+  ranks[0]->fail(lost(2));
+  ranks[1]->fail(lost(2));
+  EXPECT_THAT(thrown_by_check(*ranks[1]), HasSubstr("rank 2 closed its connection"));
+  EXPECT_THAT(thrown_by_check(*ranks[1]), testing::Not(HasSubstr("rank 0")));
+  ranks[0]->await_heard(std::chrono::seconds(60));  // nobody waits for a rank that is gone: at once
+  // Rank 1 failed, rank 0 heard of it and went; rank 2 loses rank 0.
+  make("heard");
+  ranks[1]->fail(error("its disk is full"));
+  ranks[0]->fail(lost(1));
+  ranks[2]->fail(lost(0));
+  EXPECT_THAT(thrown_by_check(*ranks[2]), HasSubstr("rank 1 failed: its disk is full"));
+  // The rank that was lost says it itself, whatever others have met.
+  make("itself");
+  ranks[0]->fail(error("of rank 0"));
+  ranks[1]->fail(error("of rank 1"));
+  ranks[2]->fail(lost(1));
+  EXPECT_THAT(thrown_by_check(*ranks[2]), HasSubstr("rank 1 failed: of rank 1"));
+}
+
+TEST_F(FailureTest, ARefusalByARankThatHasFailedIsToldAsItsFailure) {
+  Failure one(*worlds_[1], "engine");
+  one.fail(error("its disk is full"));
+  Failure zero(*worlds_[0], "engine");
+  zero.fail(std::make_exception_ptr(comm::RemoteError(1, "its disk is full [page=w]")));
+  EXPECT_THAT(thrown_by_check(zero), HasSubstr("rank 1 failed: its disk is full"));
+  EXPECT_FALSE(zero.is_own());
+  // Rank 2 is well, and has refused for a reason of its own.
+  Failure other(*worlds_[0], "another engine");
+  other.fail(std::make_exception_ptr(comm::RemoteError(2, "the page has been released")));
+  EXPECT_THAT(thrown_by_check(other), HasSubstr("rank 2 could not answer: the page has been"));
+}
+
 /// What an engine is to its failure: an owner whose parts are told, made while threads fail.
 struct Owner {
   explicit Owner(comm::World& world, bool throws) : failure(world, "engine") {

@@ -97,8 +97,7 @@ TEST(Fit, GradientsOnTheDeviceTakeTheRoomOfPagesThatAreThereByChance) {
     const auto use_both = [&] {  // one after the other: both are resident, if there is room
       for (pager::Page* page : {trained, frozen}) {
         const pager::Access access{page, false};
-        runtime.pager().touch({&access, 1}, 0, nullptr);
-        runtime.pager().unpin({&access, 1}, nullptr);
+        runtime.pager().touch({&access, 1}, 0, nullptr).release();
       }
     };
     use_both();

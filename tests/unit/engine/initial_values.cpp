@@ -210,9 +210,10 @@ TEST(InitialValues, APinnedPageThatWouldChangeIsAnErrorOnAllRanks) {
     mine.config = tiny();
     mine.seed = world->rank();
     SmallRank rank(mine, world);
-    if (world->rank() == 1) rank.runtime().pager().hold(rank.page(2), nullptr);
+    std::optional<pager::Hold> hold;
+    if (world->rank() == 1) hold.emplace(rank.runtime().pager().hold(rank.page(2), nullptr));
     EXPECT_THAT(thrown_by([&] { rank.attach(); }), HasSubstr("'page 2' is pinned"));
-    if (world->rank() == 1) rank.runtime().pager().release_hold(rank.page(2));
+    hold.reset();
     EXPECT_EQ(rank.attach(), world->rank() == 0 ? 0U : 4U);  // the engine lives
   });
   EXPECT_THAT(ended, Each(std::string()));

@@ -47,8 +47,27 @@ Bits initial(const Rehearsal& r, std::size_t page) {
   return in_type(r.dtype, values);
 }
 
+bool is_frozen(const Rehearsal& r, std::size_t page) {
+  return std::find(r.frozen.begin(), r.frozen.end(), page) != r.frozen.end();
+}
+
+/// Whether a gradient of the page that comes in this step is used.
+bool is_trained(const Rehearsal& r, int step, std::size_t page) {
+  if (!is_frozen(r, page)) return true;
+  if (r.refused && r.refused(step)) return false;
+  for (int rank = 0; rank < r.ranks; ++rank) {
+    bool thawed = false;
+    for (int micro = 0; micro <= r.micro_batches; ++micro) {
+      thawed = thawed || r.thawed(rank, step, micro, page);
+    }
+    if (!thawed) return false;
+  }
+  return true;
+}
+
 bool contributes(const Rehearsal& r, int rank, int step, int micro, std::size_t page) {
   if (rank == r.idle_rank) return false;
+  if (is_frozen(r, page) && !r.thawed(rank, step, micro, page)) return false;
   if (r.all_contribute) return true;
   if ((page + static_cast<std::size_t>(step)) % 4 == 3) return false;  // nobody has it
   return (static_cast<std::size_t>(rank + step + micro) + page) % 3 != 0;
@@ -137,7 +156,7 @@ std::vector<std::vector<Bits>> expected(const Rehearsal& r) {
         std::vector<float> total(r.pages[p], 0.0F);
         bool any = false;
         for (int rank = 0; rank < r.ranks; ++rank) {
-          if (!contributes(r, rank, step, micro, p)) continue;
+          if (!contributes(r, rank, step, micro, p) || !is_trained(r, step, p)) continue;
           const std::vector<float> g = in_floats(r.dtype, gradient(r, rank, step, micro, p));
           for (std::size_t i = 0; i < g.size(); ++i) total[i] = any ? total[i] + g[i] : g[i];
           any = true;
@@ -195,6 +214,7 @@ class Rank {
         right_(right),
         rank_(world->rank()),
         places_(r.pages.size()),
+        agreed_(r.frozen.size()),
         runtime_(config_of(r, rank_), std::move(world)) {
     const Bytes size = kernels::element_size(r.dtype);
     std::vector<TrainedSpec> trained;
@@ -212,7 +232,9 @@ class Rank {
       spec.parameters = {{static_cast<std::uint32_t>(p), 0, 0, false, false}};
       trained.push_back(std::move(spec));
     }
-    runtime_.attach(pages_, std::move(trained), {r.optimizer});
+    std::vector<FrozenSpec> frozen;
+    for (const std::size_t p : r.frozen) frozen.push_back({p, 0, fmt::format("page {}", p), {}});
+    runtime_.attach(pages_, std::move(trained), {r.optimizer}, frozen);
   }
 
   Runtime& runtime() { return runtime_; }
@@ -231,7 +253,13 @@ class Rank {
         if (r_.looks_up) look_up(step, 9);
         forward(step);
       }
+      thaw(step, r_.micro_batches);
+      if (r_.refused && r_.refused(step)) {
+        expect_refusal();
+        runtime_.set_thawed({});
+      }
       runtime_.step([](Page&) {});
+      for (std::size_t i = 0; i < agreed_.size(); ++i) agreed_[i] = runtime_.is_trained(i);
     }
     write(r_.steps);
     forward(r_.steps);
@@ -240,13 +268,29 @@ class Rank {
   }
 
  private:
+  void thaw(int step, int micro) {
+    FrozenSet now;
+    for (std::size_t i = 0; i < r_.frozen.size(); ++i) {
+      if (!agreed_[i] && r_.thawed(rank_, step, micro, r_.frozen[i])) now.insert(i);
+    }
+    runtime_.set_thawed(now);
+  }
+
+  void expect_refusal() {
+    try {
+      runtime_.step([](Page&) {});
+    } catch (const ThawRefused&) {
+      return;
+    }
+    throw EngineError("what was thawed was not refused");
+  }
+
   void write(int step) {
     for (std::size_t p = 0; p < pages_.size(); ++p) {
       if (!is_written(r_, step, p)) continue;
       const Access access{pages_[p], true};
-      runtime_.pager().touch({&access, 1}, 1, nullptr);
+      const pager::Pin pin = runtime_.pager().touch({&access, 1}, 1, nullptr);
       write_to(step, r_.dtype, {places_[p].data(), pages_[p]->bytes()});
-      runtime_.pager().unpin({&access, 1}, nullptr);
     }
   }
 
@@ -288,7 +332,8 @@ class Rank {
     for (std::int64_t i = 0; i < all / 4; ++i) rows.push_back((i * i + step + which) % all);
     lookup.count = rows.size();
     lookup.rows = [&] { return rows; };
-    if (!runtime_.pager().begin_lookup(lookup, nullptr)) return;
+    const pager::Pin pin = runtime_.pager().look_up(lookup, nullptr);
+    if (!pin) return;
     const Bits& right = right_[static_cast<std::size_t>(step)][p];
     bool equal = true;
     for (const pager::Range& range : pager::elements_of(rows, lookup)) {
@@ -296,12 +341,11 @@ class Rank {
       const Bytes bytes = range.size() * pages_[p]->element_size;
       equal = equal && std::memcmp(places_[p].data() + begin, &right[begin], bytes) == 0;
     }
-    runtime_.pager().end_lookup(*pages_[p], nullptr);
     if (!equal) throw EngineError(fmt::format("rows of page {} differ in step {}", p, step));
   }
 
   void look(int step, const std::vector<Access>& accesses) {
-    runtime_.pager().touch(accesses, 1, nullptr);
+    const pager::Pin pin = runtime_.pager().touch(accesses, 1, nullptr);
     std::string wrong;
     for (const Access& access : accesses) {
       const std::size_t p = access.page->id;
@@ -313,12 +357,12 @@ class Rank {
         wrong = fmt::format("rank {}: page {} has other bytes in step {}", rank_, p, step);
       }
     }
-    runtime_.pager().unpin(accesses, nullptr);
     if (!wrong.empty()) throw EngineError(wrong);
   }
 
   void backward(int step, int micro) {
     const bool last = micro + 1 == r_.micro_batches;
+    thaw(step, micro);
     runtime_.begin_backward(last);
     for (std::size_t i = pages_.size(); i-- > 0;) {
       look(step, {{pages_[i], false}});
@@ -340,6 +384,7 @@ class Rank {
   const int rank_;
   std::vector<pager::PlainBinding> places_;
   std::vector<Page*> pages_;
+  std::vector<bool> agreed_;  // of r_.frozen: trained
   Runtime runtime_;
 };
 

@@ -45,6 +45,13 @@ struct Rehearsal {
   std::vector<float> gradient_sizes;   // factors of the steps' gradients, over and over; empty: 1
   /// Changes what a rank has for itself.
   std::function<void(int rank, Config& config)> configure;
+  /// Pages that are frozen at attach(), and whether such a page requires a gradient on a rank in
+  /// this micro-batch, and before step() (`micro` is micro_batches then). It trains in a step for
+  /// which it does so at some time on every rank.
+  std::vector<std::size_t> frozen;
+  std::function<bool(int rank, int step, int micro, std::size_t page)> thawed;
+  /// Whether step() refuses what is thawed; then it is taken again. Empty: never.
+  std::function<bool(int step)> refused;
   std::vector<std::uint64_t> pages = {300, 5000, 9000, 20000, 4096, 1};
 };
 

@@ -7,6 +7,7 @@
 #include "pagoda/base/error.h"
 #include "pagoda/comm/thread_world.h"
 #include "unit/engine/rehearsal.h"
+#include "unit/engine/small_rank.h"
 #include "unit/io/scratch_directory.h"
 namespace pagoda::engine {
 namespace {
@@ -221,11 +222,11 @@ TEST_P(EarlyUpdates, RefuseWhatWouldChangeThem) {
     EXPECT_THROW(runtime.zero_grad(), UserError);
     EXPECT_THROW(runtime.begin_backward(true), UserError);
     EXPECT_THROW(runtime.grad_norm(), UserError);
-    pager::Page* const page = runtime.pager().pages()[1];
+    pager::Page* const page = runtime.pager().find(1);
     std::vector<float> gradient(page->elements);
     EXPECT_THROW(runtime.read_gradient(*page, gradient), UserError);
     const pager::Access access{page, true};
-    EXPECT_THROW(runtime.pager().touch({&access, 1}, 0, nullptr), UserError);
+    EXPECT_THROW((void)runtime.pager().touch({&access, 1}, 0, nullptr), UserError);
   };
   for (const bool ends : {true, false}) {  // a pass that an exception has ended never ends
     (ends ? r.before_step : r.in_backward) = refused;
@@ -267,6 +268,62 @@ TEST(Runtime, PagesOnTheDeviceAreWrittenAndUpdatedInPlace) {
       EXPECT_NO_THROW(rehearse(r)) << writes;
     }
   }
+}
+
+/// What ranks of stage 0 have after two steps, where rank 1 may have another place for gradients
+/// and other staging buffers than rank 0.
+std::vector<SmallRank::Bits> trained_by_stage_0(bool alike) {
+  const io::ScratchDirectory scratch;
+  std::vector<std::vector<SmallRank::Bits>> out(2);
+  const auto ended = run_ranks(2, [&](auto world) {
+    SmallRank::Options mine;
+    mine.config = tiny();
+    mine.config.zero = 0;
+    mine.config.nvme = {scratch.path().string()};
+    mine.config.nvme_budget = 16_MiB;
+    const bool other = world->rank() == 1 && !alike;
+    mine.config.gradients = other ? Placement::Nvme : Placement::Host;
+    mine.config.staging = other ? 40_KiB : 16_KiB;
+    SmallRank rank(mine, world);
+    rank.attach();
+    for (int step = 0; step < 2; ++step) {
+      rank.backward(step);
+      rank.runtime().grad_norm();
+      std::vector<float> gradient(rank.page(2).elements);
+      rank.runtime().read_gradient(rank.page(2), gradient);
+      rank.step();
+    }
+    out[static_cast<std::size_t>(world->rank())] = rank.values();
+    rank.join();
+  });
+  EXPECT_THAT(ended, testing::Each(std::string()));
+  EXPECT_EQ(out[0], out[1]);
+  return out[0];
+}
+
+TEST(Runtime, RanksGatherGradientsThroughBuffersOfDifferentSizes) {
+  EXPECT_EQ(trained_by_stage_0(true), trained_by_stage_0(false));
+}
+
+TEST(Runtime, ShardsOnTheDeviceLeaveRoomForAWholePage) {
+  const auto ended = run_ranks(2, [&](auto world) {
+    SmallRank::Options mine;
+    mine.config = tiny();
+    mine.config.parameters = Placement::Device;
+    mine.config.gradient_staging = 256_KiB;
+    mine.config.device_budget = 2 * 256_KiB;  // for gradients, and for a page or half of one
+    mine.pages = {64 << 10};
+    {
+      SmallRank rank(mine, world);
+      EXPECT_THAT(thrown_by([&] { rank.attach(); }),
+                  testing::HasSubstr("raise device_budget to at least 640 KiB"));
+    }
+    mine.config.device_budget = 640_KiB;
+    SmallRank rank(mine, world);
+    rank.attach();
+    EXPECT_EQ(rank.values(), rank.initial());
+  });
+  EXPECT_THAT(ended, testing::Each(std::string()));
 }
 
 }  // namespace

@@ -115,21 +115,19 @@ void SmallRank::join() {
 
 void SmallRank::write(std::size_t page) {
   const Access access{pages_[page], true};
-  runtime_->pager().touch({&access, 1}, 1, nullptr);
+  const pager::Pin pin = runtime_->pager().touch({&access, 1}, 1, nullptr);
   for (Bytes i = 0; i < pages_[page]->bytes(); ++i) {
     places_[page].data()[i] =
         static_cast<std::byte>(std::to_integer<int>(places_[page].data()[i]) + rank_ + 1);
   }
-  runtime_->pager().unpin({&access, 1}, nullptr);
 }
 
 std::vector<SmallRank::Bits> SmallRank::values() {
   std::vector<Bits> out;
   for (std::size_t p = 0; p < pages_.size(); ++p) {
     const Access access{pages_[p], false};
-    runtime_->pager().touch({&access, 1}, 1, nullptr);
+    const pager::Pin pin = runtime_->pager().touch({&access, 1}, 1, nullptr);
     out.emplace_back(places_[p].data(), places_[p].data() + pages_[p]->bytes());
-    runtime_->pager().unpin({&access, 1}, nullptr);
   }
   return out;
 }

@@ -96,7 +96,7 @@ class UpdaterAlone : public testing::Test {
 
   std::vector<std::uint16_t> values(const TrainedPage& page) {
     std::vector<std::uint16_t> out(page.elements());
-    tiers_->read(page.page->home, 0, std::as_writable_bytes(std::span(out)));
+    tiers_->read(page.home(), 0, std::as_writable_bytes(std::span(out)));
     return out;
   }
 
@@ -123,11 +123,9 @@ class UpdaterAlone : public testing::Test {
   }
   /// As step() does then.
   void release(const std::vector<TrainedPage*>& pages) {
-    for (TrainedPage* page : pages) {
-      pager_->end_supersede(*page->page);
-      pager_->owe({&page->page, 1});
-    }
+    for (TrainedPage* page : pages) pager_->owe({&page->page, 1});
     updater_->release(pages);
+    for (TrainedPage* page : pages) pager_->end_supersede(*page->page);
   }
   /// As step() does when it clips: others are made.
   void start_again(const std::vector<TrainedPage*>& pages, double factor) {
@@ -238,7 +236,7 @@ TEST_F(UpdaterAlone, MakesPartsFirstAndTheRestOnce) {
   std::thread reader([&] {
     updater_->settle_parts(*parted.page, parts);
     for (const pager::Range& part : parts) {
-      tiers_->read(parted.page->home, part.begin * 2,
+      tiers_->read(parted.home(), part.begin * 2,
                    std::as_writable_bytes(std::span(seen).subspan(part.begin, part.size())));
     }
   });
@@ -312,6 +310,53 @@ TEST_P(EarlyUpdatesOf, AreNotSeenBeforeTheirStep) {
       *home = {};
     }
   }
+}
+
+// Computed, and to be copied home: rows that an operator asks for before that are made already.
+TEST_P(EarlyUpdatesOf, AreNotMadeAgainWhereTheyAreLookedUpBeforeTheyAreCopied) {
+  const std::uint16_t twice = expected(1, {1.0, 1.0})[0];
+  const std::uint16_t thrice = expected(1, {1.0, 1.0, 1.0})[0];
+  TrainedPage& busy = page(100);
+  TrainedPage& early = page(1000);
+  start({&early});
+  updater_->settle_all();
+  const std::vector<std::uint16_t> halves(1000, 0x3F00);
+  early.gradient = tiers_->allocate(early.gradient_bytes(), pager::Placement::Device,
+                                    pager::tag::kGradients, "gradient");
+  const auto set_gradient = [&] {
+    tiers_->write(early.gradient, 0, std::as_bytes(std::span(halves)));
+  };
+  set_gradient();
+  start_early({&early}, false);
+  updater_->settle_all();
+  std::latch held(1);
+  std::latch go(1);
+  updater_->set_callbacks(
+      [&](TrainedPage& page, std::uint64_t) {
+        if (&page != &busy) return true;
+        held.count_down();
+        go.wait();
+        return true;
+      },
+      {});
+  start({&busy});
+  held.wait();
+  release({&early});
+  std::thread reader([&] {
+    const std::vector<pager::Range> rows = {{0, 10}, {500, 700}};
+    const auto* seen =
+        reinterpret_cast<const std::uint16_t*>(updater_->settle_parts(*early.page, rows));
+    EXPECT_EQ(seen[0], twice);
+    EXPECT_EQ(seen[699], twice);
+  });
+  go.count_down();
+  reader.join();
+  updater_->settle_all();
+  EXPECT_THAT(values(early), testing::Each(twice));
+  set_gradient();
+  start({&early});
+  updater_->settle_all();
+  EXPECT_THAT(values(early), testing::Each(thrice));  // so its state is right, too
 }
 
 TEST_P(EarlyUpdatesOf, LeaveNothingBehindWhenRolledBack) {

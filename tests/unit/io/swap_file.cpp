@@ -2,10 +2,12 @@
 #include "pagoda/io/swap_file.h"
 
 #include <fstream>
+#include <memory>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include "pagoda/base/error.h"
@@ -45,6 +47,27 @@ TEST(SwapFile, ZerosAreWrittenWhereAskedFor) {
     EXPECT_EQ(info.st_size, static_cast<off_t>(5_MiB));
     EXPECT_GE(static_cast<Bytes>(info.st_blocks) * 512, 5_MiB);
   }
+}
+
+/// An io_uring that has ended may hold its files for a while: that costs no space.
+TEST(SwapFile, ItsSpaceIsFreeWhenItIsGoneWhoeverHasItOpen) {
+  const ScratchDirectory scratch;
+  auto file = std::make_unique<SwapFile>(scratch.path(), 1_MiB,
+                                         SwapFile::Options{Direct::Auto, Preallocate::Zero});
+  const int other = ::dup(file->fd());
+  struct stat info {};
+  const pid_t child = ::fork();
+  if (child == 0) {
+    file.reset();  // not its own
+    ::_exit(0);
+  }
+  ASSERT_EQ(::waitpid(child, nullptr, 0), child);
+  ASSERT_EQ(::fstat(other, &info), 0);
+  EXPECT_GT(info.st_blocks, 0);
+  file.reset();
+  ASSERT_EQ(::fstat(other, &info), 0);
+  EXPECT_EQ(info.st_blocks, 0);
+  ::close(other);
 }
 
 TEST(SwapFile, CachedFilesNeedNoAlignment) {

@@ -3,6 +3,7 @@
 // goes on.
 #include <atomic>
 #include <chrono>
+#include <optional>
 #include <thread>
 
 #include <gmock/gmock.h>
@@ -10,6 +11,7 @@
 
 #include "pagoda/base/error.h"
 #include "pagoda/device/emulated/emulated_device.h"
+#include "pagoda/pager/page_record.h"
 #include "pagoda/pager/pager.h"
 #include "unit/pager/plain_binding.h"
 
@@ -73,9 +75,9 @@ class FailingPager : public testing::Test {
 
   std::byte first_byte(Page& page) {
     const Access access{&page, false};
-    pager_->touch({&access, 1}, 0, nullptr);
+    Pin pin = pager_->touch({&access, 1}, 0, nullptr);
     const std::byte out = *binding(page).data();
-    pager_->unpin({&access, 1}, nullptr);
+    pin.release();
     return out;
   }
 
@@ -88,11 +90,11 @@ class FailingPager : public testing::Test {
 TEST_F(FailingPager, AnOperatorThatWroteIsWaitedForWhereItCannotBeMarked) {
   Page& a = page(1);
   const Access write{&a, true};
-  pager_->touch({&write, 1}, 0, stream_.get());
+  Pin pin = pager_->touch({&write, 1}, 0, stream_.get());
   stream_->records = false;
-  pager_->unpin({&write, 1}, stream_.get());
-  EXPECT_EQ(a.pins, 0U);
-  EXPECT_EQ(a.written.event, nullptr);
+  pin.release();
+  EXPECT_EQ(pager_->look(a).pins, 0U);
+  EXPECT_EQ(record_of(a).written.event, nullptr);
   stream_->records = true;
   EXPECT_EQ(first_byte(a), std::byte{1});
 }
@@ -100,10 +102,10 @@ TEST_F(FailingPager, AnOperatorThatWroteIsWaitedForWhereItCannotBeMarked) {
 TEST_F(FailingPager, AStreamThatIsLostShowsAtTheNextTouch) {
   Page& a = page(1);
   const Access write{&a, true};
-  pager_->touch({&write, 1}, 0, stream_.get());
+  Pin pin = pager_->touch({&write, 1}, 0, stream_.get());
   stream_->records = stream_->drains = false;
-  pager_->unpin({&write, 1}, stream_.get());
-  EXPECT_EQ(a.pins, 0U);
+  pin.release();
+  EXPECT_EQ(pager_->look(a).pins, 0U);
   try {
     first_byte(a);
     FAIL() << "what the operator wrote is read";
@@ -117,14 +119,16 @@ TEST_F(FailingPager, ALookupThatCannotBeMarkedIsWaitedFor) {
   Page& a = page(1);
   Lookup lookup{.page = &a, .first = 0, .width = 2, .count = 1, .rows = {}};
   lookup.rows = [] { return std::vector<std::int64_t>{0}; };
-  ASSERT_TRUE(pager_->begin_lookup(lookup, stream_.get()));
+  Pin pin = pager_->look_up(lookup, stream_.get());
+  ASSERT_TRUE(pin);
   stream_->records = false;
-  pager_->end_lookup(a, stream_.get());
-  EXPECT_EQ(a.lookups, 0U);
-  EXPECT_TRUE(a.reading.empty());
-  ASSERT_TRUE(pager_->begin_lookup(lookup, stream_.get()));
+  pin.release();
+  EXPECT_EQ(pager_->look(a).lookups, 0U);
+  EXPECT_TRUE(record_of(a).reading.empty());
+  pin = pager_->look_up(lookup, stream_.get());
+  ASSERT_TRUE(pin);
   stream_->drains = false;
-  pager_->end_lookup(a, stream_.get());
+  pin.release();
   EXPECT_THROW(first_byte(a), EngineError);
   stream_->records = stream_->drains = true;
 }
@@ -134,15 +138,15 @@ TEST_F(FailingPager, ATouchThatFailsLeavesNoPinAndNoByteBehind) {
   Page& b = page(2);
   {
     const Access write{&a, true};
-    pager_->touch({&write, 1}, 0, nullptr);
+    Pin pin = pager_->touch({&write, 1}, 0, nullptr);
     *binding(a).data() = std::byte{7};  // not at home yet
-    pager_->unpin({&write, 1}, nullptr);
+    pin.release();
   }
   const std::array<Access, 2> both = {Access{&a, true}, Access{&b, true}};
   stream_->waits = false;
-  EXPECT_THROW(pager_->touch(both, 0, stream_.get()), EngineError);
-  EXPECT_EQ(a.pins, 0U);
-  EXPECT_EQ(b.pins, 0U);
+  EXPECT_THROW((void)pager_->touch(both, 0, stream_.get()), EngineError);
+  EXPECT_EQ(pager_->look(a).pins, 0U);
+  EXPECT_EQ(pager_->look(b).pins, 0U);
   EXPECT_EQ(first_byte(a), std::byte{7});
   EXPECT_EQ(first_byte(b), std::byte{2});
   EXPECT_TRUE(pager_->evict(a));
@@ -153,25 +157,25 @@ TEST_F(FailingPager, ATouchThatFailsInsideAnOperatorLeavesThatItsPins) {
   Page& a = page(1);
   Page& b = page(2);
   const Access outer{&a, false};
-  pager_->touch({&outer, 1}, 0, nullptr);
+  Pin pin = pager_->touch({&outer, 1}, 0, nullptr);
   const std::array<Access, 2> inner = {Access{&a, false}, Access{&b, false}};
   stream_->waits = false;
-  EXPECT_THROW(pager_->touch(inner, 0, stream_.get()), EngineError);
-  EXPECT_EQ(a.pins, 1U);
+  EXPECT_THROW((void)pager_->touch(inner, 0, stream_.get()), EngineError);
+  EXPECT_EQ(pager_->look(a).pins, 1U);
   EXPECT_NE(binding(a).data(), nullptr);
   // This thread still knows that the pin is its own: it does not wait for itself.
   std::vector<Page*> others;
   std::vector<Access> all;
   for (unsigned char i = 3; i < 12; ++i) all.push_back({&page(i), false});
-  EXPECT_THROW(pager_->touch(all, 0, nullptr), OperatorTooLarge);
-  pager_->unpin({&outer, 1}, nullptr);
-  EXPECT_EQ(a.pins, 0U);
+  EXPECT_THROW((void)pager_->touch(all, 0, nullptr), OperatorTooLarge);
+  pin.release();
+  EXPECT_EQ(pager_->look(a).pins, 0U);
 }
 
 TEST_F(FailingPager, APageDeniedToAnOperatorIsAsBeforeWhenTheOperatorHasEnded) {
   Page& a = page(1);
   Page& b = page(2);
-  pager_->hold(b, nullptr);
+  std::optional<Hold> hold = pager_->hold(b, nullptr);
   std::byte* held = binding(b).data();
   ASSERT_NE(held, nullptr);
   const std::array<Access, 2> both = {Access{&a, false}, Access{&b, false}};
@@ -179,9 +183,9 @@ TEST_F(FailingPager, APageDeniedToAnOperatorIsAsBeforeWhenTheOperatorHasEnded) {
   EXPECT_EQ(binding(a).why(), "too large");
   EXPECT_EQ(binding(b).data(), nullptr);
   pager_->allow(both);
-  EXPECT_THAT(binding(a).why(), HasSubstr("nothing announced"));
+  EXPECT_THAT(binding(a).why(), HasSubstr("raw pointer"));
   EXPECT_EQ(binding(b).data(), held);
-  pager_->release_hold(b);
+  hold.reset();
   // Meanwhile other threads' operators wait.
   pager_->deny({both.data(), 1}, "too large");
   std::atomic<bool> came = false;
@@ -199,10 +203,14 @@ TEST_F(FailingPager, APageDeniedToAnOperatorIsAsBeforeWhenTheOperatorHasEnded) {
   other.join();
   // One that another operator runs on is not taken away from it.
   const Access running{&a, false};
-  pager_->touch({&running, 1}, 0, nullptr);
+  Pin pin = pager_->touch({&running, 1}, 0, nullptr);
   pager_->deny({&running, 1}, "too large");
   EXPECT_NE(binding(a).data(), nullptr);
-  pager_->unpin({&running, 1}, nullptr);
+  pin.release();
+  EXPECT_EQ(binding(a).data(), nullptr);
+  EXPECT_EQ(binding(a).why(), "too large");
+  pager_->allow({&running, 1});
+  EXPECT_THAT(binding(a).why(), HasSubstr("raw pointer"));
 }
 
 }  // namespace

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a fetch asks other ranks for.
-#include <deque>
 #include <latch>
 #include <map>
 #include <thread>
@@ -10,31 +9,10 @@
 #include "pagoda/device/host/host_device.h"
 #include "pagoda/pager/pager.h"
 #include "unit/pager/plain_binding.h"
+#include "unit/pager/wants_pages.h"
 
 namespace pagoda::pager {
 namespace {
-
-/// Wants these pages fetched ahead, one after the other.
-class WantsPages final : public Foresight {
- public:
-  void want(std::vector<PageId> pages) { pages_ = {pages.begin(), pages.end()}; }
-  void touched(PageId /*page*/, std::uint8_t /*mode*/, Nanos /*now*/) override {}
-  void stalled(Nanos /*wait*/) override {}
-  void forget(PageId /*page*/) override {}
-  void fetched(Bytes /*bytes*/, double /*seconds*/) override {}
-  PageId next_fetch(const Occupancy& /*occupancy*/) override {
-    if (pages_.empty()) return kNoPage;
-    const PageId out = pages_.front();
-    pages_.pop_front();
-    return out;
-  }
-  PageId victim(const Occupancy& /*occupancy*/, PageId /*for_page*/, bool /*dirty*/) override {
-    return kNoPage;
-  }
-
- private:
-  std::deque<PageId> pages_;  // guarded by the pager's lock
-};
 
 /// Other ranks, who take their time with the first pull.
 class SlowRanks final : public RemoteShards {
@@ -88,16 +66,16 @@ TEST(Pager, AFetchAsksForTheVersionThatItWasStartedWith) {
   }
   const Access access{&touched, false};
   foresight.want({fetched.id, queued.id});
-  pager.touch({&access, 1}, 0, nullptr);
-  pager.unpin({&access, 1}, nullptr);
+  Pin pin = pager.touch({&access, 1}, 0, nullptr);
+  pin.release();
   others.asked.wait();
   std::jthread step([&] {
     Page* const owing = &queued;
     pager.owe({&owing, 1});
   });
   for (bool owes = false; !owes; std::this_thread::yield()) {
-    const auto lock = pager.lock();
-    owes = queued.owes();
+    const PageSnapshot now = pager.look(queued);
+    owes = now.version < now.wanted;
   }
   others.answer.count_down();
   step.join();

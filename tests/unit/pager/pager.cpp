@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstring>
 #include <map>
+#include <optional>
 #include <random>
 #include <thread>
 
@@ -12,6 +13,7 @@
 
 #include "pagoda/device/emulated/emulated_device.h"
 #include "pagoda/device/host/host_device.h"
+#include "pagoda/pager/page_record.h"
 #include "unit/io/scratch_directory.h"
 #include "unit/pager/plain_binding.h"
 
@@ -27,17 +29,17 @@ class AddOne final : public Debts {
 
   void settle(Page& page) override {
     const std::lock_guard lock(mutex_);
-    std::uint64_t version = 0;
-    {
-      const auto pages = pager_.lock();
-      if (!page.owes()) return;
-      version = page.wanted;
-    }
+    const PageSnapshot now = pager_.look(page);
+    if (now.version >= now.wanted) return;
     std::vector<std::byte> bytes(page.bytes());
-    tiers_.read(page.home, 0, bytes);
+    tiers_.read(Pager::home(page), 0, bytes);
     for (std::byte& value : bytes) value = std::byte(static_cast<unsigned char>(value) + 1);
-    tiers_.write(page.home, 0, bytes);
-    pager_.updated(page, version);
+    tiers_.write(Pager::home(page), 0, bytes);
+    pager_.updated(page, now.wanted);
+  }
+  const std::byte* settle_parts(Page& page, std::span<const Range> /*parts*/) override {
+    settle(page);
+    return Pager::home(page).data();
   }
   Range kept(const Page& page, Range /*shard*/) override { return {0, page.elements}; }
   void overwritten(Page& page, std::uint64_t begin, std::uint64_t count, const std::byte* before,
@@ -96,16 +98,16 @@ class PagerOn : public testing::TestWithParam<std::tuple<bool, Placement>> {
   /// What an operator sees of the page.
   std::vector<std::byte> seen(Page& page) {
     const Access access{&page, false};
-    pager_->touch({&access, 1}, 0, nullptr);
+    Pin pin = pager_->touch({&access, 1}, 0, nullptr);
     const std::vector<std::byte> out(binding(page).data(), binding(page).data() + page.bytes());
-    pager_->unpin({&access, 1}, nullptr);
+    pin.release();
     return out;
   }
   void write(Page& page, std::size_t at, unsigned char value) {
     const Access access{&page, true};
-    pager_->touch({&access, 1}, 0, nullptr);
+    Pin pin = pager_->touch({&access, 1}, 0, nullptr);
     binding(page).data()[at] = std::byte{value};
-    pager_->unpin({&access, 1}, nullptr);
+    pin.release();
   }
 
   const io::ScratchDirectory directory_;
@@ -156,7 +158,7 @@ TEST_P(PagerOn, MastersAreToldWhatChangedSinceTheLastUpdate) {
   AddOne debts(*tiers_, *pager_);
   pager_->set_debts(&debts);
   Page& a = page(10'000, 1);
-  a.attached = true;
+  pager_->set_attached(a, true);
   write(a, 9'999, 77);
   write(a, 0, 78);
   EXPECT_TRUE(pager_->evict(a));
@@ -194,7 +196,7 @@ TEST_P(PagerOn, NobodySeesAPageThatOwesAnUpdate) {
   for (unsigned char step = 1; step < 4; ++step) {
     Page* owing[] = {&a, &fixed};
     pager_->owe(owing);
-    EXPECT_TRUE(a.owes());
+    EXPECT_LT(pager_->look(a).version, pager_->look(a).wanted);
     EXPECT_EQ(seen(a), std::vector<std::byte>(9'000, std::byte(5 + step)));
     EXPECT_EQ(seen(fixed), std::vector<std::byte>(3'000, std::byte(9 + step)));
   }
@@ -205,7 +207,7 @@ TEST_P(PagerOn, AHeldPageStaysWhereItIsAcrossUpdates) {
   AddOne debts(*tiers_, *pager_);
   pager_->set_debts(&debts);
   Page& a = page(9'000, 5);
-  pager_->hold(a, nullptr);
+  std::optional<Hold> hold = pager_->hold(a, nullptr);
   std::byte* const where = binding(a).data();
   ASSERT_NE(where, nullptr);
   EXPECT_FALSE(pager_->evict(a));
@@ -213,13 +215,13 @@ TEST_P(PagerOn, AHeldPageStaysWhereItIsAcrossUpdates) {
   pager_->owe(owing);
   EXPECT_EQ(seen(a), std::vector<std::byte>(9'000, std::byte{6}));
   EXPECT_EQ(binding(a).data(), where);
-  pager_->release_hold(a);
+  hold.reset();
   EXPECT_TRUE(pager_->evict(a));
   pager_->set_debts(nullptr);
 }
 
 TEST(Lookup, ElementsOfRowsAscendAndNeighboursAreOne) {
-  Page page(0, "page", 50, 2);
+  PageRecord page(0, "page", 50, 2);
   Lookup lookup;
   lookup.page = &page;
   lookup.first = 5;
@@ -235,9 +237,9 @@ class Parts final : public Debts {
   void settle(Page& /*page*/) override { ADD_FAILURE() << "all of it was asked for"; }
   bool settles_parts(const Page& /*page*/, std::uint64_t /*wanted*/) override { return can_; }
   const std::byte* settle_parts(Page& page, std::span<const Range> parts) override {
-    EXPECT_EQ(page.lookups, 1U);
+    EXPECT_EQ(record_of(page).lookups, 1U);
     asked.assign(parts.begin(), parts.end());
-    return page.home.data();
+    return Pager::home(page).data();
   }
   Range kept(const Page& page, Range /*shard*/) override { return {0, page.elements}; }
   void overwritten(Page&, std::uint64_t, std::uint64_t, const std::byte*,
@@ -259,27 +261,29 @@ TEST_P(PagerOn, RowsAreLookedUpWhereTheyLie) {
   lookup.count = 3;
   lookup.rows = [] { return std::vector<std::int64_t>{5, 2, 5}; };
   if (std::get<1>(GetParam()) == Placement::Nvme) {
-    EXPECT_FALSE(pager_->begin_lookup(lookup, nullptr));
+    EXPECT_FALSE(pager_->look_up(lookup, nullptr));
     return;
   }
-  ASSERT_TRUE(pager_->begin_lookup(lookup, nullptr));
+  Pin pin = pager_->look_up(lookup, nullptr);
+  ASSERT_TRUE(pin);
   EXPECT_THAT(debts.asked, testing::IsEmpty()) << "nothing was owed";
-  EXPECT_EQ(binding(a).data(), a.home.data());
-  EXPECT_EQ(a.residency, Residency::Absent);
-  pager_->end_lookup(a, nullptr);
+  EXPECT_EQ(binding(a).data(), Pager::home(a).data());
+  EXPECT_EQ(pager_->look(a).residency, Residency::Absent);
+  pin.release();
   EXPECT_EQ(binding(a).data(), nullptr);
   EXPECT_THAT(binding(a).why(), HasSubstr("page 7"));
 
   Page* const owing[] = {&a};
   pager_->owe(owing);
-  ASSERT_TRUE(pager_->begin_lookup(lookup, nullptr));
+  pin = pager_->look_up(lookup, nullptr);
+  ASSERT_TRUE(pin);
   EXPECT_THAT(debts.asked, testing::ElementsAre(Range{200, 300}, Range{500, 600}));
-  pager_->end_lookup(a, nullptr);
+  pin.release();
   pager_->updated(a, 1);
   EXPECT_EQ(pager_->stats().lookups, 2U);
   EXPECT_EQ(pager_->stats().host_to_device, 2U * 3 * 100 * 2);
 
-  const auto refused = [&](const Lookup& other) { return !pager_->begin_lookup(other, nullptr); };
+  const auto refused = [&](const Lookup& other) { return !pager_->look_up(other, nullptr); };
   Lookup most = lookup;
   most.count = 11;  // of twenty rows
   EXPECT_TRUE(refused(most));
@@ -293,7 +297,8 @@ TEST_P(PagerOn, RowsAreLookedUpWhereTheyLie) {
   Parts whole_only(false);
   pager_->set_debts(&whole_only);
   EXPECT_TRUE(refused(lookup)) << "its rows cannot go before the rest";
-  EXPECT_EQ(a.pins + a.readers + a.lookups, 0U);
+  const PageSnapshot left = pager_->look(a);
+  EXPECT_EQ(left.pins + left.readers + left.lookups, 0U);
   pager_->set_debts(nullptr);
 }
 
@@ -305,7 +310,8 @@ TEST_P(PagerOn, OthersWaitForALookup) {
   lookup.page = &a;
   lookup.width = 100;
   lookup.count = 1;
-  ASSERT_TRUE(pager_->begin_lookup(lookup, nullptr));
+  Pin pin = pager_->look_up(lookup, nullptr);
+  ASSERT_TRUE(pin);
   pager_->set_debts(&debts);
   std::atomic<int> ended = 0;
   std::jthread reader([&] {
@@ -314,13 +320,14 @@ TEST_P(PagerOn, OthersWaitForALookup) {
   });
   std::this_thread::sleep_for(std::chrono::milliseconds(20));
   EXPECT_EQ(ended, 0);
-  EXPECT_EQ(binding(a).data(), a.home.data());
-  pager_->end_lookup(a, nullptr);
+  EXPECT_EQ(binding(a).data(), Pager::home(a).data());
+  pin.release();
   reader.join();
   EXPECT_TRUE(pager_->evict(a));
 
   pager_->set_debts(nullptr);
-  ASSERT_TRUE(pager_->begin_lookup(lookup, nullptr));
+  pin = pager_->look_up(lookup, nullptr);
+  ASSERT_TRUE(pin);
   pager_->set_debts(&debts);
   std::jthread stepper([&] {
     Page* const owing[] = {&a};
@@ -329,7 +336,7 @@ TEST_P(PagerOn, OthersWaitForALookup) {
   });
   std::this_thread::sleep_for(std::chrono::milliseconds(20));
   EXPECT_EQ(ended, 1);
-  pager_->end_lookup(a, nullptr);
+  pin.release();
   stepper.join();
   EXPECT_EQ(seen(a)[0], std::byte{8});
   pager_->set_debts(nullptr);
@@ -353,12 +360,13 @@ TEST(Pager, AHomeStaysUntilTheCopiesThatWereQueuedHaveReadIt) {
   pager.set_binding(page, &binding);
   const auto consumer = options.device->make_stream({.name = "consumer"});
   const Access access{&page, false};
-  pager.touch({&access, 1}, 0, consumer.get());
-  pager.unpin({&access, 1}, consumer.get());
+  Pin pin = pager.touch({&access, 1}, 0, consumer.get());
+  const std::byte* const copied = binding.data();
+  pin.release();
   pager.set_home_range(page, {0, kBytes / 4}, Placement::Host);
   std::vector<std::vector<std::byte>> others(8, std::vector<std::byte>(kBytes, std::byte{1}));
   consumer->synchronize();
-  EXPECT_EQ(std::memcmp(binding.data(), contents.data(), kBytes), 0);
+  EXPECT_EQ(std::memcmp(copied, contents.data(), kBytes), 0);
 }
 
 TEST(Pager, AHomeStaysUntilLookupsOnAStreamHaveReadIt) {
@@ -395,13 +403,14 @@ TEST(Pager, AHomeStaysUntilLookupsOnAStreamHaveReadIt) {
     lookup.page = &page;
     lookup.width = 16;
     lookup.count = 1;
-    ASSERT_TRUE(pager.begin_lookup(lookup, consumer.get())) << name;
+    Pin pin = pager.look_up(lookup, consumer.get());
+    ASSERT_TRUE(pin) << name;
     std::atomic<bool> read = false;
     consumer->enqueue("lookup", [&] {
       std::this_thread::sleep_for(std::chrono::milliseconds(20));
       read = true;
     });
-    pager.end_lookup(page, consumer.get());
+    pin.release();
     change(page);
     EXPECT_TRUE(read) << name;
   }
@@ -412,7 +421,7 @@ TEST_P(PagerOn, AnOperatorThatIsTooLargeIsNamed) {
   Page& b = page(20'000, 2);
   const Access both[] = {{&a, false}, {&b, false}};
   try {
-    pager_->touch(both, 0, nullptr);
+    Pin pin = pager_->touch(both, 0, nullptr);
     FAIL() << "it fits?";
   } catch (const OperatorTooLarge& error) {
     EXPECT_THAT(error.message(), HasSubstr("page 1"));
@@ -445,15 +454,15 @@ std::string touch_many(Bytes device_budget, Bytes staging, Bytes share, bool one
   }
   Page& other =
       pager.adopt("other", 1000, 1, Placement::Host, nullptr, device::Direction::HostToHost);
-  if (one_is_held) pager.hold(other, nullptr);
+  std::optional<Hold> hold;
+  if (one_is_held) hold.emplace(pager.hold(other, nullptr));
   std::string said;
   try {
-    pager.touch(accesses, 0, nullptr);
-    pager.unpin(accesses, nullptr);
+    Pin pin = pager.touch(accesses, 0, nullptr);
+    pin.release();
   } catch (const OperatorTooLarge& error) {
     said = error.message();
   }
-  if (one_is_held) pager.release_hold(other);
   return said;
 }
 
@@ -486,27 +495,53 @@ TEST_P(PagerOn, CrumbsAreLaidOutAfresh) {
   Page& large = page(16'000, 5);
   for (Page* each : {&a, &b, &c, &d}) (void)seen(*each);
   const Access three[] = {{&b, false}, {&d, false}, {&large, false}};
-  pager_->touch(three, 0, nullptr);
+  Pin pin = pager_->touch(three, 0, nullptr);
   for (const Access& access : three) {
     ASSERT_NE(binding(*access.page).data(), nullptr);
     EXPECT_EQ(binding(*access.page).data()[7'000], std::byte(access.page == &b   ? 2
                                                              : access.page == &d ? 4
                                                                                  : 5));
   }
-  pager_->unpin(three, nullptr);
+  pin.release();
 }
 
 // An operator whose touch has thrown may be about to read the page.
+TEST_P(PagerOn, RawPointersFindAPageOnlyWhileItIsPinned) {
+  Page& a = page(4_KiB, 1);
+  const Access access{&a, false};
+  for (int i = 0; i < 2; ++i) {  // absent, then resident
+    Pin outer = pager_->touch({&access, 1}, 0, nullptr);
+    EXPECT_NE(binding(a).data(), nullptr);
+    pager_->touch({&access, 1}, 0, nullptr).release();
+    EXPECT_NE(binding(a).data(), nullptr) << "an operator around that one still runs";
+    outer.release();
+    EXPECT_EQ(pager_->look(a).residency, Residency::Resident);
+    EXPECT_EQ(binding(a).data(), nullptr);
+    EXPECT_THAT(binding(a).why(), HasSubstr("raw pointer"));
+  }
+  pager_->rename(a, "another name");
+  EXPECT_THAT(binding(a).why(), HasSubstr("another name"));
+  {
+    const Hold hold = pager_->hold(a, nullptr);
+    pager_->touch({&access, 1}, 0, nullptr).release();
+    EXPECT_NE(binding(a).data(), nullptr);
+  }
+  EXPECT_EQ(binding(a).data(), nullptr);
+  pager_->fix(a);  // never moves: a pointer stays good
+  pager_->touch({&access, 1}, 0, nullptr).release();
+  EXPECT_NE(binding(a).data(), nullptr);
+}
+
 TEST_P(PagerOn, APageThatGoesAfterRefusalSaysTheReason) {
   Page& a = page(4_KiB, 1);
   Page& b = page(4_KiB, 2);
   for (Page* p : {&a, &b}) {
     const Access access{p, false};
-    pager_->touch({&access, 1}, 0, nullptr);
-    pager_->unpin({&access, 1}, nullptr);
+    Pin pin = pager_->touch({&access, 1}, 0, nullptr);
+    pin.release();
   }
   EXPECT_TRUE(pager_->evict(a));
-  EXPECT_THAT(binding(a).why(), HasSubstr("nothing announced"));
+  EXPECT_THAT(binding(a).why(), HasSubstr("raw pointer"));
   pager_->refuse("the disk burns");
   EXPECT_TRUE(pager_->evict(b));
   EXPECT_EQ(binding(b).why(), "the disk burns");
@@ -516,8 +551,8 @@ TEST_P(PagerOn, AfterRefusalEveryTouchThrowsTheReason) {
   Page& a = page(1000, 1);
   pager_->refuse("the disk burns");
   const Access access{&a, false};
-  EXPECT_THROW(pager_->touch({&access, 1}, 0, nullptr), EngineError);
-  EXPECT_EQ(a.pins, 0U);
+  EXPECT_THROW((void)pager_->touch({&access, 1}, 0, nullptr), EngineError);
+  EXPECT_EQ(pager_->look(a).pins, 0U);
 }
 
 TEST_P(PagerOn, DeadStoragesGiveTheirBytesBack) {
@@ -550,7 +585,7 @@ TEST_P(PagerOn, ManyThreadsAndLittleRoom) {
           const std::size_t q = random() % kPages;
           std::vector<Access> accesses = {{pages[p], false}};
           if (q != p) accesses.push_back({pages[q], false});
-          pager_->touch(accesses, 0, nullptr);
+          Pin pin = pager_->touch(accesses, 0, nullptr);
           for (const Access& access : accesses) {
             const std::byte* data = binding(*access.page).data();
             const auto right = std::byte(access.page->id + round);
@@ -558,7 +593,7 @@ TEST_P(PagerOn, ManyThreadsAndLittleRoom) {
               ++wrong;
             }
           }
-          pager_->unpin(accesses, nullptr);
+          pin.release();
           if (i % 7 == 0) (void)pager_->evict(*pages[random() % kPages]);
         }
       });

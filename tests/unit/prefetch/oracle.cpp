@@ -1,53 +1,54 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "pagoda/prefetch/oracle.h"
 
-#include <deque>
+#include <algorithm>
 #include <vector>
 
 #include <gtest/gtest.h>
-
-#include "pagoda/pager/page.h"
 
 namespace pagoda::prefetch {
 namespace {
 
 /// Pages 0 … 9 of 1 MB, touched in turn, a millisecond each; the next touch is that of page 0. All
 /// are absent, and there is room for four.
-class OracleTest : public testing::Test {
+class OracleTest : public testing::Test, public pager::Occupancy {
  protected:
   static constexpr Bytes kPage = 1'000'000;
+  using Where = pager::Outlook::Where;
 
   OracleTest() {
-    for (PageId id = 0; id < 10; ++id) {
-      pager::Page& page = records_.emplace_back(id, "page", kPage / 4, 4);
-      page.blank = false;
-      pages_.push_back(&page);
-    }
     for (int i = 0; i < 50; ++i) oracle_.touched(static_cast<PageId>(i % 10), 0, i * 1'000'000);
   }
 
+  pager::Outlook page(PageId id) const override { return {kPage, where_[id], false, false}; }
+  std::span<const PageId> resident() const override { return {}; }
+  Bytes free() const override { return 4 * kPage; }
+  Bytes evictable() const override { return 0; }
+  std::size_t owing() const override {
+    return static_cast<std::size_t>(std::count(where_.begin(), where_.end(), Where::Awaited));
+  }
+  std::uint64_t changes() const override { return changes_; }
+
   PageId next_fetch() {
-    std::size_t owing = 0;
-    for (const pager::Page& page : records_) owing += page.owes() ? 1 : 0;
-    return oracle_.next_fetch({pages_, {}, 4 * kPage, 0, owing, ++changes_});
+    ++changes_;
+    return oracle_.next_fetch(*this);
   }
   void owe(PageId first, PageId last) {
-    for (PageId id = first; id <= last; ++id) ++records_[id].wanted;
+    for (PageId id = first; id <= last; ++id) where_[id] = Where::Awaited;
   }
   void updated(PageId id) {
-    ++records_[id].version;
+    where_[id] = Where::Absent;
     oracle_.absent(id);
   }
 
-  std::deque<pager::Page> records_;
-  std::vector<pager::Page*> pages_;
+  std::vector<Where> where_ = std::vector(10, Where::Absent);
   std::uint64_t changes_ = 0;
   Oracle oracle_;
 };
 
 TEST_F(OracleTest, TheNextPageThatIsAbsentComesFirst) {
   EXPECT_EQ(next_fetch(), 0U);
-  records_[0].residency = pager::Residency::Fetching;
+  where_[0] = Where::Moving;
   EXPECT_EQ(next_fetch(), 1U);
 }
 

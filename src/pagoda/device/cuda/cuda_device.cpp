@@ -6,6 +6,7 @@
 
 #include "pagoda/base/error.h"
 #include "pagoda/base/log.h"
+#include "pagoda/base/ranked_mutex.h"
 #include "pagoda/device/cuda/cuda_stream.h"
 #include "pagoda/device/cuda/runtime.h"
 #include "pagoda/device/host_pages.h"
@@ -121,7 +122,7 @@ class CudaDevice final : public Device {
   }
 
   const int index_;
-  std::mutex mutex_;
+  RankedMutex<LockRank::CudaPages> mutex_;
   std::map<void*, std::uint64_t> wrapped_;  // guarded by mutex_: ids of native streams
 };
 

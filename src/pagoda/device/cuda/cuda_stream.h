@@ -2,9 +2,9 @@
 #pragma once
 
 #include <memory>
-#include <mutex>
 #include <string>
 
+#include "pagoda/base/ranked_mutex.h"
 #include "pagoda/device/cuda/host_functions.h"
 #include "pagoda/device/cuda/runtime.h"
 #include "pagoda/device/event.h"
@@ -36,7 +36,7 @@ class CudaEvent final : public Event {
   const int index_;
   const bool timing_;
   cudaEvent_t event_ = nullptr;
-  mutable std::mutex mutex_;
+  mutable RankedMutex<LockRank::CudaStream> mutex_;
   Covered covered_;  // guarded by mutex_
 };
 

@@ -11,6 +11,7 @@
 #include <string_view>
 #include <vector>
 
+#include "pagoda/base/ranked_mutex.h"
 #include "pagoda/device/cuda/runtime.h"
 
 namespace pagoda::device::cuda {
@@ -56,13 +57,13 @@ class HostFunctions : public std::enable_shared_from_this<HostFunctions> {
     std::uint64_t number = 0;
     std::exception_ptr error;
   };
-  using Lock = std::lock_guard<std::mutex>;
+  using Lock = RankedGuard<LockRank::CudaHostFunctions>;
 
   static void CUDART_CB run(void* call);
   std::exception_ptr failure(FunctionSpan span, const Lock&) const;
 
   const std::string stream_;
-  mutable std::mutex mutex_;
+  mutable RankedMutex<LockRank::CudaHostFunctions> mutex_;
   std::uint64_t launched_ = 0;  // guarded by mutex_, as is all below
   std::uint64_t finished_ = 0;
   std::uint64_t taken_ = 0;                  // failures up to this number were rethrown

@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <condition_variable>
 #include <exception>
 #include <memory>
-#include <mutex>
 
 #include "pagoda/base/clock.h"
+#include "pagoda/base/ranked_mutex.h"
 #include "pagoda/device/event.h"
 
 namespace pagoda::device::emulated {
@@ -21,8 +20,8 @@ class Ticket {
   Nanos time() const;
 
  private:
-  mutable std::mutex mutex_;
-  std::condition_variable changed_;
+  mutable RankedMutex<LockRank::EmulatedTicket> mutex_;
+  Condition changed_;
   bool done_ = false;           // guarded by mutex_
   std::exception_ptr failure_;  // guarded by mutex_
   Nanos time_ = 0;              // guarded by mutex_
@@ -43,7 +42,7 @@ class EmulatedEvent final : public Event {
   bool do_done() override;
   double do_seconds_since(Event& begin) override;
 
-  mutable std::mutex mutex_;
+  mutable RankedMutex<LockRank::EmulatedEvent> mutex_;
   std::shared_ptr<Ticket> ticket_;  // guarded by mutex_
 };
 

@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <mutex>
-
 #include "pagoda/base/bytes.h"
 #include "pagoda/base/clock.h"
+#include "pagoda/base/ranked_mutex.h"
 
 namespace pagoda::device::emulated {
 
@@ -34,7 +33,7 @@ class Link {
 
  private:
   const LinkOptions options_;
-  std::mutex mutex_;
+  RankedMutex<LockRank::Link> mutex_;
   Nanos free_at_ = 0;  // guarded by mutex_
 };
 

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <condition_variable>
 #include <deque>
 #include <exception>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <thread>
 #include <utility>
+
+#include "pagoda/base/ranked_mutex.h"
 
 namespace pagoda::device::emulated {
 
@@ -39,8 +39,8 @@ class WorkQueue {
   struct State {
     explicit State(std::string stream) : name(std::move(stream)) {}
     const std::string name;
-    mutable std::mutex mutex;
-    std::condition_variable changed;
+    mutable RankedMutex<LockRank::WorkQueue> mutex;
+    Condition changed;
     std::deque<Work> waiting;  // guarded by mutex, as is all below
     std::size_t pushed = 0;
     std::size_t finished = 0;

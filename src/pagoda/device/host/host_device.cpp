@@ -14,6 +14,7 @@
 #include "pagoda/base/clock.h"
 #include "pagoda/base/error.h"
 #include "pagoda/base/log.h"
+#include "pagoda/base/ranked_mutex.h"
 #include "pagoda/base/trace.h"
 #include "pagoda/device/host_pages.h"
 
@@ -51,7 +52,7 @@ class HostEvent final : public Event {
     return time_;
   }
 
-  mutable std::mutex mutex_;
+  mutable RankedMutex<LockRank::HostEvent> mutex_;
   std::exception_ptr failure_;  // guarded by mutex_
   Nanos time_ = 0;              // guarded by mutex_
 };
@@ -110,7 +111,7 @@ class HostStream final : public Stream {
     if (failure) std::rethrow_exception(failure);
   }
 
-  mutable std::mutex mutex_;
+  mutable RankedMutex<LockRank::HostStream> mutex_;
   std::exception_ptr failure_;  // guarded by mutex_
 };
 

@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
-#include <condition_variable>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -13,6 +12,7 @@
 #include <utility>
 
 #include "pagoda/base/aligned_buffer.h"
+#include "pagoda/base/ranked_mutex.h"
 
 namespace pagoda::io {
 namespace {
@@ -62,8 +62,8 @@ class Delayer {
     }
   }
 
-  std::mutex mutex_;
-  std::condition_variable wake_;
+  RankedMutex<LockRank::FaultEngine> mutex_;
+  Condition wake_;
   std::multimap<Nanos, std::pair<Request*, std::int64_t>> waiting_;  // guarded by mutex_
   bool stopping_ = false;                                            // guarded by mutex_
   std::thread thread_;

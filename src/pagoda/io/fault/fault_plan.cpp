@@ -50,7 +50,8 @@ std::optional<Fault> FaultPlan::decide(const Request& request) {
   return Fault{.kind = FaultKind::Delay, .until = paced_until_};
 }
 
-std::optional<Fault> FaultPlan::strike(const Request& request, const std::lock_guard<std::mutex>&) {
+std::optional<Fault> FaultPlan::strike(const Request& request,
+                                       const RankedGuard<LockRank::FaultPlan>&) {
   for (FaultRule& rule : rules_) {
     const bool meets = (!rule.op || *rule.op == request.op) && request.offset < rule.end &&
                        rule.begin < request.offset + request.length;

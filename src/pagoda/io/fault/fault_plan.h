@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "pagoda/base/clock.h"
+#include "pagoda/base/ranked_mutex.h"
 #include "pagoda/io/request.h"
 
 namespace pagoda::io {
@@ -72,9 +73,9 @@ class FaultPlan {
  private:
   using Place = std::tuple<Op, Bytes, Bytes>;
 
-  std::optional<Fault> strike(const Request& request, const std::lock_guard<std::mutex>&);
+  std::optional<Fault> strike(const Request& request, const RankedGuard<LockRank::FaultPlan>&);
 
-  mutable std::mutex mutex_;
+  mutable RankedMutex<LockRank::FaultPlan> mutex_;
   std::vector<FaultRule> rules_;                       // guarded by mutex_; used up as they strike
   FaultLottery lottery_;                               // guarded by mutex_
   double pace_ = 0;                                    // guarded by mutex_

@@ -3,12 +3,12 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <condition_variable>
 #include <mutex>
 #include <thread>
 
 #include <unistd.h>
 
+#include "pagoda/base/ranked_mutex.h"
 #include "pagoda/base/trace.h"
 #include "pagoda/io/request_queue.h"
 
@@ -77,8 +77,8 @@ class PosixEngine final : public Engine {
   }
 
   const std::vector<int> files_;
-  std::mutex mutex_;
-  std::condition_variable wake_;
+  RankedMutex<LockRank::Posix> mutex_;
+  Condition wake_;
   RequestQueue queue_;                // guarded by mutex_
   bool stopping_ = false;             // guarded by mutex_
   std::vector<std::thread> threads_;  // written by the constructor, joined by stop()

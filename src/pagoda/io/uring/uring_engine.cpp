@@ -15,6 +15,7 @@
 #include <unistd.h>
 
 #include "pagoda/base/log.h"
+#include "pagoda/base/ranked_mutex.h"
 #include "pagoda/base/trace.h"
 #include "pagoda/io/io_error.h"
 #include "pagoda/io/request_queue.h"
@@ -76,7 +77,7 @@ class UringEngine final : public Engine {
   }
 
  private:
-  using Lock = std::lock_guard<std::mutex>;
+  using Lock = RankedGuard<LockRank::Uring>;
   struct Completion {
     Request* request;
     std::int64_t result;
@@ -268,7 +269,7 @@ class UringEngine final : public Engine {
 
   const std::vector<int> files_;
   int wake_fd_ = -1;
-  std::mutex mutex_;
+  RankedMutex<LockRank::Uring> mutex_;
   RequestQueue inbox_;                           // guarded by mutex_
   std::vector<std::function<void()>> commands_;  // guarded by mutex_
   bool sleeping_ = false;                        // guarded by mutex_

@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "pagoda/engine/ranks.h"
+
+#include <chrono>
+#include <utility>
+
+namespace pagoda::engine {
+
+Ranks::Ranks(std::shared_ptr<comm::World> world)
+    : world_(std::move(world)), number_(world_->next_number()), failure_(*world_, name()) {}
+
+void Ranks::connect() {
+  for (auto& [group, name] : {std::pair(&calls_, "calls"), std::pair(&control_, "control"),
+                              std::pair(&gradients_, "gradients")}) {
+    *group = world_->make_group(name);
+    failure_.listen([made = group->get()](const auto&, const auto& why) { made->abort(why); });
+  }
+}
+
+void Ranks::watch(Watching watching) {
+  watching_ = std::move(watching);
+  const auto milliseconds = [](double seconds) {
+    return std::chrono::duration_cast<std::chrono::milliseconds>(
+        std::chrono::duration<double>(seconds));
+  };
+  world_->limit_waits(milliseconds(watching_.timeout));
+  comm::Watch::Options options;
+  options.name = name();
+  options.timeout = milliseconds(watching_.timeout);
+  options.interval = milliseconds(watching_.heartbeat);
+  options.note = [this] { return whereabouts_.note(watching_.activity); };
+  options.on_notes = [this](std::span<const comm::PeerNote> notes) { look_at_others(notes); };
+  watch_ = std::make_unique<comm::Watch>(*world_, options, [this](int rank, std::string reason) {
+    failure_.lost(rank);
+    failure_.fail(std::make_exception_ptr(RankFailed(failure_.story_of(rank, std::move(reason)))));
+  });
+  failure_.listen([this](const auto&, const auto& why) { watch_->fail(why); });
+}
+
+/// On the watch's thread.
+void Ranks::look_at_others(std::span<const comm::PeerNote> notes) {
+  const Nanos timeout =
+      std::chrono::nanoseconds(std::chrono::duration_cast<std::chrono::nanoseconds>(
+                                   std::chrono::duration<double>(watching_.timeout)))
+          .count();
+  others_idle_.store(Whereabouts::all_idle(notes, timeout));
+  const auto idle =
+      Whereabouts::idle_peer(notes, whereabouts_.in_call().value_or(watching_.in_backward()),
+                             rank(), watching_.waited(), timeout);
+  if (idle) failure_.fail(std::make_exception_ptr(Diverged(*idle)));
+}
+
+void Ranks::give_up(const std::string& why) {
+  world_->give_up(why);
+  comm::Watch::fail(*world_, name(), why);
+}
+
+void Ranks::end(const std::string& why) {
+  if (watch_ != nullptr) watch_->leave();
+  for (comm::Group* group : {calls_.get(), control_.get(), gradients_.get()}) {
+    if (group != nullptr) group->abort(why);
+  }
+}
+
+void Ranks::disconnect() {
+  calls_.reset();
+  control_.reset();
+  gradients_.reset();
+}
+
+}  // namespace pagoda::engine

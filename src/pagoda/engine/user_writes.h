@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "pagoda/comm/group.h"
+#include "pagoda/engine/frozen_parameters.h"
+#include "pagoda/pager/pager.h"
+
+namespace pagoda::engine {
+
+/// Ranks have written different things to a parameter. Nothing has changed: the engine can go on.
+class WritesDiffer : public StepRefused {
+ public:
+  using StepRefused::StepRefused;
+};
+
+/// The pages that user code of this rank has written to since the last step(), which makes what it
+/// wrote every rank's: each gives its own shard. A plain value.
+class UserWrites {
+ public:
+  /// `pages`: of the attached models, in an order that is the same on all ranks.
+  UserWrites(pager::Pager& pager, std::span<pager::Page* const> pages);
+
+  /// A number that tells sets of pages apart.
+  std::uint64_t hash() const noexcept;
+  /// Where hashes differ: WritesDiffer on all ranks, with the parameter and the ranks, if one was
+  /// written on some ranks only and is not the same on all any more. (What was put back counts as
+  /// not written.) A collective of the group.
+  void require_same(comm::Group& group) const;
+
+ private:
+  pager::Pager& pager_;
+  std::span<pager::Page* const> pages_;
+  std::vector<std::uint64_t> bits_;
+};
+
+}  // namespace pagoda::engine

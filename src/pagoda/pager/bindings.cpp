@@ -1,0 +1,122 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "pagoda/pager/bindings.h"
+
+#include <algorithm>
+#include <new>
+#include <utility>
+
+#include "pagoda/pager/thread_pins.h"
+
+namespace pagoda::pager {
+
+void Bindings::bind(PageRecord& page, const Lock& lock) noexcept {
+  if (!page.bound) {
+    bind_to(page, page.device_block().data(), lock);
+  } else if (page.shut) {
+    page.binding->open();
+    page.shut = false;
+  }
+}
+
+void Bindings::unpinned(PageRecord& page, const Lock& lock) noexcept {
+  if (page.pins > 0 || page.fixed || !page.bound || page.shut || page.binding == nullptr) return;
+  if (!page.told || !denials_.empty()) return unbind(page, lock);  // it says something else
+  page.binding->shut();
+  page.shut = true;
+}
+
+void Bindings::bind_to(PageRecord& page, std::byte* data, const Lock& /*lock*/) noexcept {
+  if (page.bound || page.binding == nullptr) return;
+  page.binding->bind(data);
+  page.bound = true;
+}
+
+/// Where the engine has failed an access says why: an operator whose touch threw may be on its way
+/// to it, while a fetch of the same page fails as well.
+void Bindings::unbind(PageRecord& page, const Lock& /*lock*/) {
+  const bool was_bound = std::exchange(page.bound, false);
+  page.shut = false;
+  if (page.binding == nullptr) return;
+  if (page.told && denials_.empty() && refused_.empty()) {
+    // The text stays as it is: user code may be reading it, on a thread that knows no lock.
+    if (was_bound) page.binding->forget();
+    return;
+  }
+  const auto denied = std::find_if(denials_.begin(), denials_.end(),
+                                   [&](const Denial& denial) { return denial.page == &page; });
+  if (denied != denials_.end()) {
+    page.told = false;
+    page.binding->unbind(denied->why);
+    return;
+  }
+  page.told = refused_.empty();
+  page.binding->unbind(page.told ? message(page) : refused_);
+}
+
+/// The same wherever the page is: what is said must not depend on when it is asked.
+std::string Bindings::message(const PageRecord& page) const {
+  const char* text =
+      page.fixed ? "page '{}' may have a pending update, which a raw pointer (numpy(), DLPack, "
+                   "data_ptr()) does not wait for: call engine.finish(), read a copy (clone()), {}"
+                 : "page '{}' is read by a raw pointer (numpy(), DLPack, data_ptr()), and nothing "
+                   "keeps it where it is: read a copy (clone()), {}";
+  return fmt::format(fmt::runtime(text), page.name(), advice_);
+}
+
+void Bindings::changed(PageRecord& page, const Lock& lock) {
+  page.told = false;
+  if (!page.bound || page.shut) unbind(page, lock);
+}
+
+void Bindings::deny(std::span<const Access> accesses, const std::string& why,
+                    const Lock& /*lock*/) noexcept {
+  for (const Access& access : accesses) {
+    PageRecord& page = record_of(*access.page);
+    if (page.binding == nullptr) continue;
+    try {
+      denials_.push_back({&page, std::this_thread::get_id(), why});
+    } catch (const std::bad_alloc&) {  // other threads do not hear of it
+    }
+    // A page that other operators run on stays as it is; one that a user holds is bound again.
+    if (page.bound && page.pins > page.holds) continue;
+    page.binding->unbind(why);
+    page.bound = false;
+    page.shut = false;
+    page.told = false;
+  }
+}
+
+void Bindings::allow(std::span<const Access> accesses, const Lock& lock) noexcept {
+  for (const Access& access : accesses) {
+    PageRecord& page = record_of(*access.page);
+    const auto mine = std::find_if(denials_.begin(), denials_.end(), [&](const Denial& denial) {
+      return denial.page == &page && denial.thread == std::this_thread::get_id();
+    });
+    if (mine != denials_.end()) denials_.erase(mine);
+    if ((page.bound && !page.shut) || page.binding == nullptr) continue;
+    if (page.holds > 0 && page.residency == Residency::Resident) {
+      bind(page, lock);
+    } else {
+      unbind(page, lock);
+    }
+  }
+}
+
+bool Bindings::denied_to_others(std::span<const Access> accesses, const Lock& /*lock*/) const {
+  return std::any_of(denials_.begin(), denials_.end(), [&](const Denial& denial) {
+    const bool ours = std::any_of(accesses.begin(), accesses.end(),
+                                  [&](const Access& access) { return access.page == denial.page; });
+    return ours && denial.thread != std::this_thread::get_id() &&
+           thread_pins::count(*denial.page) == 0;
+  });
+}
+
+void Bindings::refuse(std::string why, const Lock& /*lock*/) noexcept {
+  if (refused_.empty()) refused_ = std::move(why);
+}
+
+void Bindings::require_not_refused(const Lock& /*lock*/) const {
+  if (!refused_.empty()) throw EngineError(refused_);
+}
+
+}  // namespace pagoda::pager

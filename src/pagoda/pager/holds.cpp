@@ -1,0 +1,111 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "pagoda/pager/holds.h"
+
+#include <utility>
+
+#include "pagoda/base/error.h"
+#include "pagoda/base/log.h"
+#include "pagoda/io/checksum.h"
+
+namespace pagoda::pager {
+
+void Holds::add(PageRecord& page, bool write, RawWrites writes, Lock& lock) {
+  if (!tiers_.device_is_host()) writes = RawWrites::Count;  // they are announced
+  // No update of a page begins while it is held: writes count as when its first hold was made.
+  if (page.holds == 0 && writes == RawWrites::Refuse) copy_bytes(page, lock);
+  if (!write) keep(page, lock);
+  if (page.holds == 0) page.held_writes = writes;
+  ++page.holds;
+  page.held_for_write = page.held_for_write || write;
+}
+
+void Holds::remove(PageRecord& page, const Lock& lock) noexcept {
+  const bool stale = note_write(page, lock);
+  --page.holds;
+  table_.note_change(lock);
+  if (page.holds == 0) {
+    page.held_for_write = false;
+    page.held_writes = RawWrites::Count;
+    page.held_copy = {};
+    if (!page.dirty()) page.before = {};
+  }
+  table_.unpin(page, lock);
+  // Where an operator of another thread uses it, it goes with the next version.
+  if (stale && page.evictable(false)) copies_.drop(page, lock);
+}
+
+/// For writes that are refused.
+void Holds::copy_bytes(PageRecord& page, Lock& lock) {
+  lock.unlock();  // it is pinned
+  Home copy;
+  try {
+    copy = tiers_.allocate(page.bytes(), Placement::Host, tag::kParameters, page.name());
+  } catch (const BudgetExceeded&) {
+    lock.lock();
+    if (page.fixed || page.dirty()) throw;
+    return;  // its home has them, too
+  }
+  if (page.ready.event != nullptr) page.ready.event->wait();
+  tiers_.write(copy, 0, {page.device_block().data(), page.bytes()});
+  lock.lock();
+  if (page.holds == 0) page.held_copy = std::move(copy);
+}
+
+void Holds::keep(PageRecord& page, Lock& lock) {
+  if (tiers_.device_is_host()) {
+    page.held_sum = io::checksum({page.device_block().data(), page.bytes()});
+  } else if (!page.held_for_write) {
+    return;
+  }
+  if (!page.dirty()) page.before = {};
+  homes_.keep_before(page, lock);
+}
+
+/// False: the copy, which lies on disk where the host had no room, cannot be read.
+bool Holds::put_back(PageRecord& page) noexcept {
+  try {
+    tiers_.read(page.held_copy, 0, {page.device_block().data(), page.bytes()});
+    return true;
+  } catch (const std::exception& error) {
+    log::warn("pager", "a write that is refused cannot be undone",
+              {{"page", page.name()}, {"cause", error.what()}});
+    return false;
+  }
+}
+
+/// Whether the resident copy has bytes that must not be seen.
+bool Holds::note_write(PageRecord& page, const Lock& /*lock*/) {
+  bool written = page.held_for_write;
+  if (tiers_.device_is_host()) {
+    const std::span bytes(page.device_block().data(), page.bytes());
+    const std::uint64_t sum = io::checksum(bytes);
+    if (sum != page.held_sum && page.held_writes != RawWrites::Count) told_.push_back(page.name());
+    if (sum != page.held_sum && page.held_writes == RawWrites::Refuse) {
+      if (!page.held_copy) return true;
+      if (put_back(page)) return false;
+    }
+    written = written || sum != page.held_sum;
+    page.held_sum = sum;
+  }
+  if (written) page.contents = Contents::Dirty;
+  return false;
+}
+
+void Holds::find_writes(const Lock& lock) {
+  for (PageRecord* page : table_.pages(lock)) {
+    if (page == nullptr || page->holds == 0) continue;
+    (void)note_write(*page, lock);
+    page->held_writes = RawWrites::Count;  // the step has begun
+    page->held_copy = {};
+  }
+}
+
+std::vector<std::string> Holds::take_told(const Lock& lock) {
+  for (PageRecord* page : table_.pages(lock)) {
+    if (page == nullptr || page->holds == 0 || page->held_writes == RawWrites::Count) continue;
+    (void)note_write(*page, lock);
+  }
+  return std::exchange(told_, {});
+}
+
+}  // namespace pagoda::pager

@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: Apache-2.0
+// Included by the pager's own files alone.
+#pragma once
+
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "pagoda/base/ranked_mutex.h"
+#include "pagoda/pager/foresight.h"
+#include "pagoda/pager/graveyard.h"
+#include "pagoda/pager/page_record.h"
+#include "pagoda/pager/pager_stats.h"
+#include "pagoda/pager/tiers.h"
+
+namespace pagoda::pager {
+
+/// All pages of one rank, where each of them is, and the one lock that guards what changes of them.
+///
+/// Every change of residency, of pins and of pending updates goes through here, so that what is
+/// counted stays right. Those who take a Lock must have it; nothing waits for bytes while holding
+/// it.
+class PageTable final : public Occupancy {
+ public:
+  using Lock = RankedLock<LockRank::PageTable>;
+
+  explicit PageTable(Tiers& tiers) : tiers_(tiers) {}
+
+  Lock lock() const { return Lock(mutex_); }
+  /// Until a page has changed state, was unpinned or unread.
+  void wait(Lock& lock) { changed_.wait(lock); }
+  template <class Done>
+  void wait(Lock& lock, const Done& done) {
+    changed_.wait(lock, done);
+  }
+  void notify() noexcept { changed_.notify_all(); }
+
+  PageRecord& add(std::string name, std::uint64_t elements, Bytes element_size, const Lock& lock);
+  void remove(PageRecord& page, const Lock& lock);
+  /// By id; null where one has gone.
+  std::span<PageRecord* const> pages(const Lock& /*lock*/) const noexcept { return by_id_; }
+  Graveyard& graveyard() noexcept { return graveyard_; }
+
+  void set_residency(PageRecord& page, Residency to, const Lock& lock);
+  void pin(PageRecord& page, const Lock& lock) noexcept;
+  void unpin(PageRecord& page, const Lock& lock) noexcept;
+  /// After a change of what PageRecord::evictable() looks at.
+  void recount(PageRecord& page, const Lock& lock) noexcept;
+  /// The page has one more pending update.
+  void owe(PageRecord& page, const Lock& lock) noexcept;
+  /// Home has seen all updates up to `version`.
+  void settle(PageRecord& page, std::uint64_t version, const Lock& lock);
+  /// The page, if it is absent, can be fetched, which it could not before; or another one.
+  void note_fetchable(const PageRecord& page, const Lock& lock);
+  void note_change(const Lock& /*lock*/) noexcept { ++changes_; }
+  bool any_absent(const Lock& /*lock*/) const noexcept { return absent_ > 0; }
+
+  /// Who knows the future; null: nobody.
+  void set_foresight(Foresight* foresight, const Lock& /*lock*/) { foresight_ = foresight; }
+  Foresight* foresight(const Lock& /*lock*/) const noexcept { return foresight_; }
+  PagerStats& stats(const Lock& /*lock*/) noexcept { return stats_; }
+
+  // What a foresight sees, under the lock.
+  Outlook page(PageId id) const override;
+  std::span<const PageId> resident() const override { return resident_; }
+  Bytes free() const override { return tiers_.arena().stats().largest_free; }
+  Bytes evictable() const override { return spare_; }
+  std::size_t owing() const override { return owing_; }
+  std::uint64_t changes() const override { return changes_; }
+
+ private:
+  Tiers& tiers_;
+  mutable RankedMutex<LockRank::PageTable> mutex_;
+  Condition changed_;
+  std::vector<std::unique_ptr<PageRecord>> pages_;  // guarded by mutex_
+  std::vector<PageRecord*> by_id_;                  // guarded by mutex_; parallel to pages_
+  std::vector<PageId> resident_;                    // guarded by mutex_
+  std::size_t absent_ = 0;                          // guarded by mutex_
+  Bytes spare_ = 0;                                 // guarded by mutex_: bytes that may be evicted
+  std::size_t owing_ = 0;                           // guarded by mutex_
+  std::uint64_t changes_ = 0;                       // guarded by mutex_
+  Foresight* foresight_ = nullptr;                  // guarded by mutex_
+  PagerStats stats_;                                // guarded by mutex_
+  Graveyard graveyard_;
+};
+
+}  // namespace pagoda::pager

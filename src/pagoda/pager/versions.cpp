@@ -1,0 +1,122 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "pagoda/pager/versions.h"
+
+#include <utility>
+
+#include "pagoda/base/error.h"
+#include "pagoda/comm/comm_error.h"
+#include "pagoda/pager/home_reads.h"
+
+namespace pagoda::pager {
+namespace {
+
+/// Another rank did not have the version asked for any more: a prefetch that came too late for its
+/// step, which nobody needs.
+bool refused_by_rank(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const comm::RemoteError&) {
+    return true;
+  } catch (...) {
+    return false;
+  }
+}
+
+}  // namespace
+
+std::vector<Page*> Versions::owe(std::span<Page* const> pages) {
+  std::vector<Page*> exposed;
+  Lock lock = table_.lock();
+  for (Page* page : pages) table_.owe(record_of(*page), lock);
+  for (Page* owing : pages) {
+    PageRecord& page = record_of(*owing);
+    table_.wait(lock, [&] { return !page.moving() && page.readers == 0; });
+    if (page.fetch_error != nullptr) {
+      const std::exception_ptr error = std::exchange(page.fetch_error, nullptr);
+      if (!refused_by_rank(error)) std::rethrow_exception(error);
+    }
+    home_reads::await(page, lock);
+    page.next = nullptr;  // nobody fetches from there any more: it may become home
+    if (page.residency != Residency::Resident) continue;
+    if (page.current() && !page.fixed) continue;  // it was fetched ahead
+    PAGODA_CHECK_EQ(page.pins, page.holds,
+                    "an operator still runs on a page that is updated (page {})", page.name());
+    const bool viewed = page.fixed && page.binding != nullptr && page.binding->has_views();
+    if (page.holds > 0 || viewed) {
+      exposed.push_back(owing);
+    } else if (page.fixed) {
+      bindings_.unbind(page, lock);  // the next touch, which waits for the update, binds it again
+    } else {
+      copies_.drop(page, lock);
+    }
+  }
+  return exposed;
+}
+
+void Versions::updated(PageRecord& page, std::uint64_t version) {
+  const Lock lock = table_.lock();
+  page.fill();
+  if (page.fixed) page.resident_version = version;
+  table_.settle(page, version, lock);
+  table_.notify();
+  room_.fetch_ahead(lock);
+}
+
+void Versions::await(const PageRecord& page) {
+  Lock lock = table_.lock();
+  table_.wait(lock, [&] { return !page.owes() || !bindings_.refused(lock).empty(); });
+  if (page.owes()) bindings_.require_not_refused(lock);
+}
+
+bool Versions::supersede(PageRecord& page) {
+  const Lock lock = table_.lock();
+  if (page.has_writes() || page.before || page.holds > 0 || page.owes()) return false;
+  page.superseded = true;
+  if (page.evictable(false)) copies_.drop(page, lock);
+  return true;
+}
+
+void Versions::offer_next(PageRecord& page, const Home& next) {
+  const Lock lock = table_.lock();
+  if (!page.superseded || page.owes() || page.shared || page.fixed) return;
+  page.next = &next;
+  table_.note_fetchable(page, lock);
+  room_.fetch_ahead(lock);
+}
+
+void Versions::withdraw_next(PageRecord& page) {
+  Lock lock = table_.lock();
+  if (std::exchange(page.next, nullptr) == nullptr) return;
+  table_.wait(lock, [&] { return !page.moving(); });
+  if (page.residency != Residency::Resident || page.current()) return;
+  copies_.drop(page, lock);
+  home_reads::let_end(page, lock);
+}
+
+void Versions::end_supersede(PageRecord& page) {
+  withdraw_next(page);
+  const Lock lock = table_.lock();
+  page.superseded = false;
+  table_.note_fetchable(page, lock);
+}
+
+void Versions::exchange_home(PageRecord& page, Home& other) {
+  const Lock lock = table_.lock();
+  PAGODA_CHECK(page.owes() && !page.moving() && !page.fixed, "page {} is read while it is updated",
+               page.name());
+  PAGODA_CHECK(page.home.tier() == other.tier() && page.home.size() == other.size());
+  std::swap(page.home, other);
+}
+
+std::uint64_t Versions::add_reader(PageRecord& page) {
+  const Lock lock = table_.lock();
+  ++page.readers;
+  return page.wanted;
+}
+
+void Versions::remove_reader(PageRecord& page) noexcept {
+  const Lock lock = table_.lock();
+  if (--page.readers == 0) table_.notify();
+}
+
+}  // namespace pagoda::pager

@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "pagoda/torch/enders.h"
+
+#include <chrono>
+#include <system_error>
+#include <thread>
+
+#include "pagoda/base/log.h"
+
+namespace pagoda::torch {
+namespace {
+
+thread_local int ends_here = 0;  // EndsHere objects of this thread
+
+}  // namespace
+
+Enders& Enders::instance() {
+  static auto* enders = new Enders;  // never destroyed: its threads may outlast main()
+  return *enders;
+}
+
+Enders::EndsHere::EndsHere() {
+  ++ends_here;
+}
+
+Enders::EndsHere::~EndsHere() {
+  --ends_here;
+}
+
+void Enders::end(std::function<void()> ending) noexcept {
+  if (ends_here > 0) {
+    ending();
+    return;
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    // Whoever needs Python's lock now never returns: the process takes it along.
+    if (stopped_) return;
+    ++running_;
+  }
+  try {
+    std::thread([this, ending = std::move(ending)] {
+      ending();
+      const std::lock_guard lock(mutex_);
+      --running_;
+      changed_.notify_all();
+    }).detach();
+  } catch (const std::system_error& error) {  // called by destructors: the process takes it along
+    log::error("torch", "an engine cannot end: no thread can be started",
+               {{"cause", error.what()}});
+    const std::lock_guard lock(mutex_);
+    --running_;
+    changed_.notify_all();
+  }
+}
+
+void Enders::stop() {
+  std::unique_lock lock(mutex_);
+  stopped_ = true;
+  changed_.wait_for(lock, std::chrono::seconds(10), [&] { return running_ == 0; });
+}
+
+}  // namespace pagoda::torch

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every `_foreach_*` operator of torch, with arguments to call it with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def foreach_operators() -> list[str]:
+    """Their names as the dispatcher has them: `_foreach_add.List`."""
+    names = [name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names()
+             if name.startswith("aten::_foreach_")]
+    # What writes to `out` is made of the same operator without.
+    return sorted(name for name in names if not name.split(".")[-1].endswith("out"))
+
+
+def overload(name: str) -> Any:
+    packet, _, variant = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), variant or "default")
+
+
+def arguments(name: str, first: list[torch.Tensor], second: list[torch.Tensor]) -> list[Any]:
+    """The operator's first list is `first`, the others are `second`."""
+    out: list[Any] = []
+    lists = iter([first, second, second])
+    for argument in overload(name)._schema.arguments:
+        kind = str(argument.type)
+        if kind == "List[Tensor]":
+            out.append(next(lists))
+        elif argument.has_default_value():
+            break
+        elif kind == "Tensor":
+            scalars = torch.linspace(0.1, 0.9, len(first))
+            out.append(scalars if argument.name == "scalars" else torch.tensor(0.75).to(first[0]))
+        elif kind == "List[number]":
+            out.append([0.25 + 0.125 * i for i in range(len(first))])
+        else:
+            assert kind == "number", f"{name}: {argument}"
+            out.append(0.5)
+    return out
+
+
+def call(name: str, first: list[torch.Tensor], second: list[torch.Tensor]) -> list[torch.Tensor]:
+    """What it gives; where it works in place, what it leaves."""
+    given = overload(name)(*arguments(name, first, second))
+    return list(first) if given is None else list(given)
