@@ -53,6 +53,15 @@ enum class Updater::Stage : std::uint8_t {
   Computed,  ///< early: waits for step() [the gradient, or TrainedPage::next and ::spare]
 };
 
+/// Which elements of an update under way can be read before all of it is published.
+enum class Updater::Parts : std::uint8_t {
+  Open,   ///< none; whoever asks first has some go before the others
+  Asked,  ///< the thread will make, or makes, Record::asked
+  Made,   ///< Record::made, and no others go first
+  Whole,  ///< none, and none goes first: masters are made chunk by chunk
+  All,    ///< every chunk has been computed: nothing may be made a second time
+};
+
 /// A trained page as the updater knows it. Guarded by mutex_, but for what is said to be the
 /// thread's.
 struct Updater::Record {
@@ -76,6 +85,7 @@ struct Updater::Record {
   bool in_place = false;          // nothing of it passes through buffers
   unsigned waiting = 0;           // for it, in settle_part()
   bool removed = false;           // …in vain
+  Parts parts = Parts::Open;
   /// Elements that go before the others of their page, in ascending order.
   std::vector<pager::Range> asked;
   std::vector<pager::Range> made;  // the thread's, which writes it under mutex_
@@ -257,6 +267,7 @@ void Updater::enqueue(Record& record, std::shared_ptr<const StepScalars> scalars
   record.early = record.reversible = record.rolled_back = record.copies = false;
   record.released = true;
   record.next = nullptr;
+  record.parts = Parts::Open;
   enqueue(record);
 }
 
@@ -377,11 +388,11 @@ const std::byte* Updater::settle_parts(pager::Page& page, std::span<const pager:
     return record.done < target && record.early ? record.next->data()
                                                 : pager::Pager::home(page).data();
   };
-  // What is computed and only has to be copied home must not be made a second time.
-  if (record.done >= target || record.copies || parts.empty()) return where();
+  if (record.done >= target || record.parts == Parts::All || parts.empty()) return where();
   // Others of it may have gone first already, and once is enough: then the rest comes next.
-  const bool first = record.asked.empty() && record.made.empty();
+  const bool first = record.parts == Parts::Open;
   if (first) {
+    record.parts = Parts::Asked;
     record.asked.assign(parts.begin(), parts.end());
     asked_.push_back(&record);
     changed_.notify_all();
@@ -389,7 +400,8 @@ const std::byte* Updater::settle_parts(pager::Page& page, std::span<const pager:
     bring_forward(record);
   }
   changed_.wait(lock, [&] {
-    return (first && !record.made.empty()) || record.done >= target || error_ != nullptr;
+    return (first && record.parts == Parts::Made) || record.parts == Parts::All ||
+           record.done >= target || error_ != nullptr;
   });
   if (error_ != nullptr) std::rethrow_exception(error_);
   return where();
@@ -577,7 +589,8 @@ void Updater::compute(Slot& slot) {
 void Updater::make_parts(Record& record, RankedLock<LockRank::Updater>& lock) {
   const TrainedPage& page = *record.page;
   std::vector<pager::Range> parts = std::exchange(record.asked, {});
-  if (page.state_blank) {  // masters are made chunk by chunk: all of the page goes first
+  if (page.state_blank) {
+    record.parts = Parts::Whole;
     bring_forward(record);
     return;
   }
@@ -602,6 +615,7 @@ void Updater::make_parts(Record& record, RankedLock<LockRank::Updater>& lock) {
   lock.lock();
   stats_.busy += working.elapsed_ns();
   record.made = std::move(parts);
+  record.parts = Parts::Made;
   changed_.notify_all();
 }
 
@@ -622,8 +636,11 @@ void Updater::page_done(Record& record) {
     const std::lock_guard lock(mutex_);
     record.page->state_blank = false;
     record.computed = 0;
+    record.parts = Parts::All;
     record.asked.clear();
+    record.made.clear();
     std::erase(asked_, &record);
+    changed_.notify_all();
     if (!record.released) {
       record.stage = record.rolled_back ? Stage::Idle : Stage::Computed;
       if (record.stage == Stage::Computed &&
@@ -661,7 +678,6 @@ void Updater::publish(Record& record) {
       parameter.used = false;
     }
     record.stage = Stage::Idle;
-    record.made.clear();
     version = ++record.done;
     finished = finished_;
     ++stats_.pages;

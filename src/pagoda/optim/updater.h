@@ -128,6 +128,7 @@ class Updater final : public pager::Debts {
 
  private:
   enum class Stage : std::uint8_t;
+  enum class Parts : std::uint8_t;
   struct Record;
   struct Slot;
 

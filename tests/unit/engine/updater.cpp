@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "pagoda/optim/updater.h"
 
+#include <atomic>
 #include <chrono>
 #include <functional>
 #include <latch>
@@ -249,6 +250,32 @@ TEST_F(UpdaterAlone, MakesPartsFirstAndTheRestOnce) {
   for (const pager::Range& part : parts) {
     for (std::uint64_t i = part.begin; i < part.end; ++i) ASSERT_EQ(seen[i], after[i]) << i;
   }
+}
+
+// Several threads look rows up, some of them just when the page's last chunk has been computed:
+// whatever they meet, nothing is updated twice.
+TEST_F(UpdaterAlone, MakesPartsOnceWhoeverAsksAndWhenever) {
+  constexpr std::uint64_t kElements = 700;
+  constexpr int kSteps = 1500;
+  TrainedPage& parted = page(kElements);
+  TrainedPage& whole = page(kElements);
+  std::atomic<bool> over = false;
+  std::vector<std::jthread> readers;
+  for (std::uint64_t reader = 0; reader < 3; ++reader) {
+    readers.emplace_back([&, reader] {
+      const std::vector<pager::Range> rows = {{reader * 100, reader * 100 + 250}};
+      while (!over) updater_->settle_parts(*parted.page, rows);
+    });
+  }
+  for (int step = 0; step < kSteps; ++step) {
+    start({&parted, &whole});
+    updater_->settle_all();
+    if (values(parted) != values(whole)) {
+      ADD_FAILURE() << "step " << step;
+      break;
+    }
+  }
+  over = true;
 }
 
 /// Early updates, beside those that wait for their step.
