@@ -23,6 +23,7 @@ for flag in "$@"; do
   esac
 done
 
+. scripts/working_isa.sh
 say() { printf '== %s\n' "$*"; }
 have_gpu() { [[ -e /dev/nvidia0 ]] || nvidia-smi -L > /dev/null 2>&1; }
 
@@ -56,6 +57,7 @@ scripts/bootstrap.sh environment &
 environment=$!
 for preset in ${sanitizers[@]+"${sanitizers[@]}"} release ${with_torch[@]+"${with_torch[@]}"}; do
   [[ $preset != release ]] || wait "$environment"
+  if [[ $preset == release ]]; then limit_to_working_isa; fi
   # With torch the sanitizer has a few tests: the rest is not built.
   if [[ $preset == asan-torch ]]; then
     scripts/bootstrap.sh asan-torch:asan_torch

@@ -406,7 +406,7 @@ def test_gradients_of_a_failed_pass_stay_as_with_torch(plain: bool) -> None:
         engine.close()
 
 
-@pytest.mark.parametrize("reentrant", [False])
+@pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("plain", [(True, False, False), (True, True, True), (False, True, False),
                                    (False, False, True)])
 def test_failed_passes_are_micro_batches_of_their_own(plain: tuple[bool, ...],

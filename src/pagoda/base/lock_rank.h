@@ -15,6 +15,8 @@ enum class LockRank : std::uint8_t {
   ListOperators,
   PlainPasses,
   Gradients,
+  Passes,
+  CustomFunctions,
   ActivationStore,
   TorchStreams,
   CudaLibrary,

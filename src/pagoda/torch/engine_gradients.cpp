@@ -12,6 +12,7 @@
 #include "pagoda/torch/autograd_state.h"
 #include "pagoda/torch/engine_impl.h"
 #include "pagoda/torch/gradient_hook.h"
+#include "pagoda/torch/passes.h"
 #include "pagoda/torch/storage_table.h"
 
 namespace pagoda {
@@ -33,6 +34,39 @@ void require_dense(const at::Tensor& grad, const std::string& parameter) {
 
 }  // namespace
 
+/// Called by autograd, on its threads. A pass may end later than the engine: then there is nothing
+/// to be told any more.
+class Engine::Impl::PassEvents final : public torch::PassListener {
+ public:
+  explicit PassEvents(Impl& engine) : engine_(engine) {}
+
+  void function_ended(const torch::CustomFunctions::Pages* pages) noexcept override {
+    engine_.function_ended(pages);
+  }
+  void pass_ended() override {
+    {
+      const std::lock_guard lock(mutex);
+      if (std::exchange(open, torch::kNoPass) == torch::kNoPass) return;  // it is backward()'s
+    }
+    engine_.plain_pass_ended();
+  }
+  void pass_failed() noexcept override {
+    const std::lock_guard lock(mutex);
+    if (std::exchange(open, torch::kNoPass) != torch::kNoPass) failed = true;
+  }
+
+  RankedMutex<LockRank::PlainPasses> mutex;
+  int open = torch::kNoPass;  // guarded by mutex: the user's pass that is a micro-batch
+  bool failed = false;        // guarded by mutex: the one before ended with an error
+
+ private:
+  Impl& engine_;
+};
+
+std::shared_ptr<Engine::Impl::PassEvents> Engine::Impl::make_pass_events() {
+  return std::make_shared<PassEvents>(*this);
+}
+
 void Engine::Impl::backward(const at::Tensor& loss, std::optional<bool> last) {
   runtime_->check();
   PAGODA_REQUIRE(!parameters_.empty(), "no model is attached: call attach() first");
@@ -51,6 +85,7 @@ void Engine::Impl::backward(const at::Tensor& loss, std::optional<bool> last) {
   try {
     // Not a parameter itself, whose own hooks the pass must not change.
     torch::run_backward(scale == 1 && !loss.is_leaf() ? loss : loss * scale, pass_);
+    rethrow_untaken();
   } catch (...) {
     pass_.store(torch::kNoPass);
     runtime_->check();  // the engine's own error says more than the operator's
@@ -60,7 +95,7 @@ void Engine::Impl::backward(const at::Tensor& loss, std::optional<bool> last) {
   }
   pass_.store(torch::kNoPass);
   ++backwards_;
-  end_of_backward(Learn::Exactly);
+  end_of_backward();
   runtime_->end_backward();
 }
 
@@ -85,7 +120,7 @@ bool Engine::Impl::has_gradients() {
 
 double Engine::Impl::grad_norm() {
   PAGODA_REQUIRE(!parameters_.empty(), "no model is attached: call attach() first");
-  end_of_backward(Learn::Nothing);
+  end_last_pass();
   take_set_gradients();
   push_late();
   return runtime_->grad_norm();
@@ -145,7 +180,7 @@ void Engine::Impl::take_set_gradients() {
         fmt::format("p.grad of '{}' was set: {}", parameters_[set[0].first].name, error.message()));
   }
   for (const auto& [index, tensor] : set) take_gradient(index, tensor);
-  end_of_backward(Learn::Nothing);
+  end_of_backward();
   runtime_->end_backward();
 }
 
@@ -176,7 +211,7 @@ void Engine::Impl::drop_gradients() {
   const std::lock_guard lock(gradient_mutex_);
   for (Parameter& parameter : parameters_) {
     if (parameter.fired == 0 && !parameter.left && !parameter.late) continue;
-    parameter.fired = parameter.taken = 0;
+    parameter.fired = parameter.taken = parameter.most = 0;
     parameter.left = parameter.late = false;
     if (auto alive = parameter.tensor.lock()) {
       dropped.push_back(std::exchange(at::Tensor(std::move(alive)).mutable_grad(), at::Tensor()));
@@ -192,7 +227,7 @@ void Engine::Impl::backward_failed() {
   failed_ = true;
   for (Parameter& parameter : parameters_) {
     parameter.left = parameter.left || parameter.fired > 0;
-    parameter.fired = parameter.taken = 0;
+    parameter.fired = parameter.taken = parameter.most = 0;
   }
 }
 
@@ -202,9 +237,9 @@ void Engine::Impl::end_failed_pass() {
   bool failed = false;
   if (!torch::in_backward()) {
     failed = forget_failed_passes();
-  } else {  // inside an open one, a pass within it may have failed: plain_pass() sees to that
-    const std::lock_guard lock(plain_passes_->mutex);
-    failed = plain_passes_->open.empty() && std::exchange(plain_passes_->failed, false);
+  } else {  // inside an open one, a pass within it may have failed: that is the open one's affair
+    const std::lock_guard lock(pass_events_->mutex);
+    failed = pass_events_->open == torch::kNoPass && std::exchange(pass_events_->failed, false);
   }
   if (failed) backward_failed();
   {
@@ -212,7 +247,7 @@ void Engine::Impl::end_failed_pass() {
     if (!std::exchange(failed_, false)) return;
   }
   try {
-    end_of_backward(Learn::Nothing);
+    end_of_backward();
   } catch (const UserError& error) {  // of a gradient that its hook would have refused
     log::warn("engine", "what a backward pass that failed has left in p.grad is dropped",
               {{"cause", error.message()}});
@@ -225,96 +260,123 @@ void Engine::Impl::gradient_ready(std::size_t index, const at::Tensor& tensor) {
   runtime_->check();
   Parameter& parameter = parameters_[index];
   if (!tensor.grad().defined()) return;
-  const int ours = pass_.load();
-  const int pass = ours != torch::kNoPass ? ours : plain_pass();
+  if (pass_.load() == torch::kNoPass) join_plain_pass();
   require_scaled_loss(parameter, tensor);
-  const bool nested = pass != torch::current_pass();
+  rethrow_untaken();
   {
     const std::lock_guard lock(gradient_mutex_);
     if (parameter.frozen && !parameter.thawed) {  // since the pass began: it stays in p.grad
       parameter.late = true;
       return;
     }
-    if (parameter.page != nullptr) {
-      ++parameter.fired;
-      // Inside a checkpoint's own backward the parameter may come again: until it is known how
-      // often, its gradient stays where torch adds to it.
-      const std::size_t expected = parameter.fires != 0 ? parameter.fires : nested ? 0 : 1;
-      if (parameter.fired != expected) return;
-    }
   }
   if (parameter.page == nullptr) {  // cannot be trained, as step() will say
     tensor.mutable_grad() = at::Tensor();
     return;
   }
-  take_gradient(index, tensor);
+  torch::Passes& passes = torch::Passes::instance();
+  const torch::Outstanding outstanding = passes.accumulated(tensor, *parameter.storage->page());
+  if (outstanding != torch::Outstanding::Nothing) passes.listen(pass_events_);
+  if (is_last(parameter, tensor, outstanding)) take_gradient(index, tensor);
 }
 
-/// In the callback that autograd queues for the end of a pass. Where the pass fails it is dropped
-/// without having been called.
-struct Engine::Impl::OpenPass {
-  OpenPass(std::shared_ptr<PlainPasses> among, int number)
-      : passes(std::move(among)), number(number) {}
-  OpenPass(const OpenPass&) = delete;
-  OpenPass& operator=(const OpenPass&) = delete;
-  ~OpenPass() {
-    if (over) return;
-    const std::lock_guard lock(passes->mutex);
-    if (std::erase(passes->open, number) > 0) passes->failed = true;
+/// Counts a gradient that has been accumulated; whether it is the last of this pass. If not it
+/// stays where torch adds the next to it.
+bool Engine::Impl::is_last(Parameter& parameter, const at::Tensor& tensor,
+                           torch::Outstanding outstanding) {
+  const std::uint64_t running = torch::Passes::running_function();
+  const std::lock_guard lock(gradient_mutex_);
+  ++parameter.fired;
+  if (parameter.taken > 0) {
+    parameter.unforeseen = true;
+    tensor.mutable_grad() = at::Tensor();
+    throw UserError(fmt::format(
+        "parameter '{}' got another gradient in one backward() after its gradient had been handed "
+        "on: a custom autograd function uses it in backward() and not in forward(), or runs more "
+        "passes of its own than before. Repeat the step: from now on this gradient is taken when "
+        "backward() ends",
+        parameter.name));
   }
-
-  const std::shared_ptr<PlainPasses> passes;
-  const int number;
-  mutable bool over = false;  // on the thread that told its end, which drops it
-};
-
-/// A pass of the user's goes to its end. Of one inside another the outer one is told, in which no
-/// hook of ours may fire: the micro-batch ends with that.
-void Engine::Impl::end_plain_pass(const OpenPass& pass) {
-  pass.over = true;
-  if (torch::in_outer_pass([alive = std::weak_ptr(self_), number = pass.number] {
-        if (const auto self = alive.lock()) (void)(*self)->plain_pass(number);
-      })) {
-    const std::lock_guard lock(plain_passes_->mutex);
-    std::vector<int>& open = plain_passes_->open;
-    if (open.size() > 1) std::erase(open, pass.number);  // or it stands for the one around it
-    return;
-  }
-  {
-    const std::lock_guard lock(plain_passes_->mutex);
-    plain_passes_->open.clear();
-  }
-  end_of_backward(Learn::AtLeast);
-  runtime_->end_backward();
+  parameter.in_function =
+      running != 0 && running == parameter.function ? parameter.in_function + 1 : 1;
+  parameter.function = running;
+  parameter.most = std::max(parameter.most, parameter.in_function);
+  if (parameter.unforeseen) return false;
+  // A function that runs several passes of its own gives a gradient in each, perhaps.
+  return outstanding == torch::Outstanding::Nothing ||
+         (outstanding == torch::Outstanding::RunningFunction &&
+          parameter.in_function == parameter.expected);
 }
 
-/// The outermost pass under way where the user calls loss.backward(), as far as it is known: the
-/// first that was seen, or the one around `inside`, which has ended.
-int Engine::Impl::plain_pass(int inside) {
-  const int here = torch::current_pass();
-  bool fresh = false;
+/// The pass of the user's that this thread runs is a micro-batch, or part of one that is under way.
+void Engine::Impl::join_plain_pass() {
   bool failed = false;
-  int outermost = here;
   {
-    const std::lock_guard lock(plain_passes_->mutex);
-    std::vector<int>& open = plain_passes_->open;
-    failed = std::exchange(plain_passes_->failed, false);
-    fresh = std::find(open.begin(), open.end(), here) == open.end();
-    const bool first = open.empty();
-    if (fresh) open.insert(inside != torch::kNoPass ? open.begin() : open.end(), here);
-    std::erase(open, inside);
-    outermost = open.front();
-    if (first) {  // before a gradient of the pass is looked at, on any thread
+    const std::lock_guard lock(pass_events_->mutex);
+    failed = std::exchange(pass_events_->failed, false);
+    if (pass_events_->open == torch::kNoPass) {
+      pass_events_->open = torch::Passes::instance().listen(pass_events_);
+      // Before a gradient of the pass is looked at, on any thread.
       const std::lock_guard looking(gradient_mutex_);
       look_for_thawed();
     }
   }
   if (failed) backward_failed();
-  if (fresh) {
-    torch::at_end_of_pass(
-        [this, pass = std::make_shared<OpenPass>(plain_passes_, here)] { end_plain_pass(*pass); });
+}
+
+void Engine::Impl::plain_pass_ended() {
+  try {
+    rethrow_untaken();
+  } catch (...) {
+    backward_failed();
+    throw;
   }
-  return outermost;
+  end_of_backward();
+  runtime_->end_backward();
+}
+
+/// Gradients that waited for this function, and for nothing else, are complete.
+void Engine::Impl::function_ended(const torch::CustomFunctions::Pages* pages) noexcept {
+  std::vector<std::size_t> held;
+  {
+    const std::lock_guard lock(gradient_mutex_);
+    const auto look_at = [&](std::size_t index) {
+      const Parameter& parameter = parameters_[index];
+      if (parameter.taken < parameter.fired && !parameter.unforeseen) held.push_back(index);
+    };
+    if (pages == nullptr) {
+      for (std::size_t i = 0; i < parameters_.size(); ++i) look_at(i);
+    } else {
+      for (const pager::Page* page : *pages) {
+        const auto found = of_page_.find(page);
+        if (found != of_page_.end())
+          std::for_each(found->second.begin(), found->second.end(), look_at);
+      }
+    }
+  }
+  for (const std::size_t index : held) {
+    auto alive = parameters_[index].tensor.lock();
+    if (alive == nullptr) continue;
+    const at::Tensor tensor(std::move(alive));
+    const pager::Page& page = *parameters_[index].storage->page();
+    if (torch::Passes::instance().outstanding(tensor, page) != torch::Outstanding::Nothing)
+      continue;
+    try {
+      take_gradient(index, tensor);
+    } catch (...) {  // the pass throws it, where it can
+      const std::lock_guard lock(gradient_mutex_);
+      if (untaken_ == nullptr) untaken_ = std::current_exception();
+    }
+  }
+}
+
+void Engine::Impl::rethrow_untaken() {
+  std::exception_ptr error;
+  {
+    const std::lock_guard lock(gradient_mutex_);
+    error = std::exchange(untaken_, nullptr);
+  }
+  if (error != nullptr) std::rethrow_exception(error);
 }
 
 /// Takes p.grad and hands it on, in the layout of the storage. Called without gradient_mutex_, for
@@ -396,18 +458,23 @@ void Engine::Impl::push(optim::TrainedPage& page, at::Tensor flat, std::vector<b
 
 /// Whether a pass of the user's has failed since. Where none can be under way, none is.
 bool Engine::Impl::forget_failed_passes() {
-  const std::lock_guard lock(plain_passes_->mutex);
-  bool failed = std::exchange(plain_passes_->failed, false);
+  const std::lock_guard lock(pass_events_->mutex);
+  bool failed = std::exchange(pass_events_->failed, false);
   if (!torch::in_backward()) {
-    failed = failed || !plain_passes_->open.empty();
-    plain_passes_->open.clear();
+    failed = failed || pass_events_->open != torch::kNoPass;
+    pass_events_->open = torch::kNoPass;
   }
   return failed;
 }
 
-/// What was held back in this pass goes on its way; how often each hook fires is known now.
-void Engine::Impl::end_of_backward(Learn learn) {
-  if (learn == Learn::Nothing && forget_failed_passes()) backward_failed();
+/// Of a pass that ended without its end being told, all that has come has come.
+void Engine::Impl::end_last_pass() {
+  if (forget_failed_passes()) backward_failed();
+  end_of_backward();
+}
+
+/// What was held back in this pass goes on its way.
+void Engine::Impl::end_of_backward() {
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     Parameter& parameter = parameters_[i];
     bool held_back = false;
@@ -423,10 +490,8 @@ void Engine::Impl::end_of_backward(Learn learn) {
     }
     const std::lock_guard lock(gradient_mutex_);
     parameter.left = false;
-    parameter.taken = 0;
-    const std::size_t fired = std::exchange(parameter.fired, 0);
-    if (learn == Learn::AtLeast) parameter.fires = std::max(parameter.fires, fired);
-    if (learn == Learn::Exactly && fired > 0) parameter.fires = fired;
+    parameter.expected = std::max(parameter.expected, parameter.most);
+    parameter.fired = parameter.taken = parameter.most = 0;
   }
   std::unordered_map<const optim::TrainedPage*, Partial> partial;
   {
@@ -442,7 +507,7 @@ void Engine::Impl::end_of_backward(Learn learn) {
 at::Tensor Engine::Impl::grad(const at::Tensor& tensor) {
   torch::PageStorage* storage = find(tensor);
   PAGODA_REQUIRE(storage != nullptr, "the tensor is no parameter of this engine");
-  end_of_backward(Learn::Nothing);
+  end_last_pass();
   take_set_gradients();
   push_late();
   const std::uint64_t elements = storage->page()->elements;

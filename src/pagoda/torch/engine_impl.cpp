@@ -64,9 +64,12 @@ Engine::Impl::Impl(const Config& config, std::shared_ptr<comm::World> world)
   torch::list_operators::install(device().type());
   torch::value_lists::install();
   torch::observer::install();
+  torch::Passes::instance().install();
 }
 
 Engine::Impl::~Impl() {
+  pass_events_.reset();
+  torch::Passes::instance().remove();
   activation_pool_.reset();
   activations_.reset();
   forget_parameters();
@@ -509,7 +512,7 @@ void Engine::Impl::check_storages() {
 
 StepReport Engine::Impl::step(bool joining) {
   runtime_->check();
-  end_of_backward(Learn::Nothing);
+  end_last_pass();
   keep_hooks();
   check_storages();
   take_set_gradients();

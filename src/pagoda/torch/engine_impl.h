@@ -16,6 +16,7 @@
 #include "pagoda/torch/large_blocks.h"
 #include "pagoda/torch/observer.h"
 #include "pagoda/torch/page_storage.h"
+#include "pagoda/torch/passes.h"
 
 namespace pagoda {
 
@@ -76,14 +77,16 @@ class Engine::Impl final : public torch::ObserverClient {
     void* hook = nullptr;                                // ours: checked at each step
     std::unique_ptr<torch::AttachedParameter> attached;  // in the observer's table
     const c10::TensorImpl* key = nullptr;                // …under this, dead or alive
-    // How often its hook fires in a backward pass: more than once when checkpoints recompute and
-    // the parameter is used in several of them. Guarded by gradient_mutex_, as is all below, while
-    // a pass is under way.
-    std::size_t fires = 0;  // expected; 0: not known yet
-    std::size_t fired = 0;  // in this pass
-    std::size_t taken = 0;  // of `fired`, when its gradient was last taken
-    bool given = false;     // it has a gradient in this step
-    bool left = false;      // p.grad has what a pass that failed has left there
+    // Guarded by gradient_mutex_, as is all below, while a pass is under way.
+    std::size_t fired = 0;        // in this pass: how often a gradient has been accumulated
+    std::size_t taken = 0;        // of `fired`, when its gradient was taken
+    std::uint64_t function = 0;   // the custom function that was running then; 0: none
+    std::size_t in_function = 0;  // of `fired`, while it was
+    std::size_t most = 0;         // …in any function of this pass
+    std::size_t expected = 0;     // …of the passes before; 0: not known yet
+    bool given = false;           // it has a gradient in this step
+    bool left = false;            // p.grad has what a pass that failed has left there
+    bool unforeseen = false;      // it came again once: from now on it is taken at a pass's end
     // Of one that was frozen at attach() and that step() has not agreed to train yet: see
     // docs/notes/thaw.md.
     std::optional<std::size_t> frozen;  // its place among them, as the runtime knows it
@@ -109,14 +112,8 @@ class Engine::Impl final : public torch::ObserverClient {
     std::vector<bool> present;
   };
 
-  /// Backward passes that the user has begun. Shared with what autograd drops when a pass is over,
-  /// which may be later than this engine.
-  struct PlainPasses {
-    RankedMutex<LockRank::PlainPasses> mutex;
-    std::vector<int> open;  // guarded by mutex; of one micro-batch, the outermost seen first
-    bool failed = false;    // guarded by mutex: one ended without its end being told
-  };
-  struct OpenPass;
+  /// What the engine is told of backward passes that reach its parameters.
+  class PassEvents;
 
   /// A storage whose bytes went to the engine's device, and the one that has them there.
   struct Moved {
@@ -165,19 +162,18 @@ class Engine::Impl final : public torch::ObserverClient {
   void require_scaled_loss(const Parameter& parameter, const at::Tensor& tensor) const;
   void push(optim::TrainedPage& page, at::Tensor flat, std::vector<bool> present,
             bool late = false);
-  int plain_pass(int inside = -1);
-  void end_plain_pass(const OpenPass& pass);
+  std::shared_ptr<PassEvents> make_pass_events();
+  bool is_last(Parameter& parameter, const at::Tensor& tensor, torch::Outstanding outstanding);
+  void join_plain_pass();
+  void plain_pass_ended();
+  void function_ended(const torch::CustomFunctions::Pages* pages) noexcept;
   bool is_complete(const Partial& partial, const optim::TrainedPage& page);
   void look_for_thawed();
   void push_late();
   void forget_thawed();
-  /// What a pass that is over says about how often hooks fire.
-  enum class Learn : std::uint8_t {
-    Nothing,  ///< it failed, or there is none
-    AtLeast,  ///< it was the user's: what came most often counts
-    Exactly,
-  };
-  void end_of_backward(Learn learn);
+  void end_of_backward();
+  void end_last_pass();
+  void rethrow_untaken();
   void backward_failed();
   void end_failed_pass();
   bool forget_failed_passes();
@@ -200,9 +196,9 @@ class Engine::Impl final : public torch::ObserverClient {
   std::vector<std::size_t> frozen_;  // of parameters_: those whose `frozen` is set
   std::unordered_map<const pager::Page*, std::vector<std::size_t>> of_page_;
   std::unordered_map<const optim::TrainedPage*, Partial> partial_;  // guarded by gradient_mutex_
-  const std::shared_ptr<PlainPasses> plain_passes_ = std::make_shared<PlainPasses>();
-  const std::shared_ptr<Impl*> self_ = std::make_shared<Impl*>(this);  // for who may outlive it
+  std::shared_ptr<PassEvents> pass_events_ = make_pass_events();
   bool failed_ = false;  // guarded by gradient_mutex_: a pass, and what it left is not handed on
+  std::exception_ptr untaken_;  // guarded by gradient_mutex_: why a complete gradient was not taken
   RankedMutex<LockRank::Gradients> gradient_mutex_;
   std::atomic<int> pass_{-1};                // the backward pass under way, where it is ours
   std::atomic<bool> loss_is_scaled_{false};  // of others, by whoever begins them

@@ -51,26 +51,6 @@ class ComingHook final : public FunctionPreHook {
   const std::weak_ptr<GradientCalls> calls_;
 };
 
-/// On the operators that come after a checkpoint in the pass around it. Called once.
-class OuterPassHook final : public FunctionPreHook {
- public:
-  explicit OuterPassHook(std::shared_ptr<std::function<void()>> then) : then_(std::move(then)) {}
-
-  variable_list operator()(const variable_list& gradients) override {
-    if (const auto then = std::exchange(*then_, nullptr)) then();
-    return gradients;
-  }
-  bool over() const { return *then_ == nullptr; }
-
- private:
-  const std::shared_ptr<std::function<void()>> then_;  // the same for all that come after it
-};
-
-bool is_over(const std::unique_ptr<FunctionPreHook>& hook) {
-  const auto* ours = dynamic_cast<const OuterPassHook*>(hook.get());
-  return ours != nullptr && ours->over();
-}
-
 bool is_ours(const std::unique_ptr<FunctionPreHook>& hook) {
   return dynamic_cast<const ComingHook*>(hook.get()) != nullptr;
 }
@@ -116,23 +96,6 @@ void remove_gradient_hook(const at::Tensor& parameter) {
 
 void bump_version(const at::Tensor& parameter) {
   ::torch::autograd::impl::bump_version(parameter);
-}
-
-void at_end_of_pass(std::function<void()> then) {
-  ::torch::autograd::Engine::get_default_engine().queue_callback(std::move(then));
-}
-
-bool in_outer_pass(std::function<void()> then) {
-  // The operators of a pass are over when its end is told: what runs here is the checkpoint's own.
-  const auto checkpoint = ::torch::autograd::get_current_node();
-  if (checkpoint == nullptr) return false;
-  const auto once = std::make_shared<std::function<void()>>(std::move(then));
-  for (const auto& edge : checkpoint->next_edges()) {
-    if (edge.function == nullptr) continue;
-    std::erase_if(edge.function->pre_hooks(), is_over);  // of a leaf, which outlives its graph
-    edge.function->add_pre_hook(std::make_unique<OuterPassHook>(once));
-  }
-  return true;
 }
 
 void run_backward(const at::Tensor& loss, std::atomic<int>& pass) {

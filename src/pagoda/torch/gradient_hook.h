@@ -26,11 +26,6 @@ void* hook_of(const at::Tensor& parameter);
 void remove_gradient_hook(const at::Tensor& parameter);
 /// The graph of an earlier forward must not be used after the parameter has been updated.
 void bump_version(const at::Tensor& parameter);
-/// Calls `then` when the backward pass that runs on this thread is over; not if it fails.
-void at_end_of_pass(std::function<void()> then);
-/// At the end of a pass: whether it ran inside another one, as the backward of a reentrant
-/// checkpoint does. If so `then` is called when that one goes on, on its thread.
-bool in_outer_pass(std::function<void()> then);
 /// Runs the backward pass from `loss`; `pass` gets its number before the first operator of it runs.
 void run_backward(const at::Tensor& loss, std::atomic<int>& pass);
 

@@ -2,6 +2,7 @@
 #include "pagoda/torch/observer.h"
 
 #include <atomic>
+#include <cstring>
 #include <mutex>
 #include <optional>
 #include <span>
@@ -24,6 +25,7 @@
 #include "pagoda/pager/pager.h"
 #include "pagoda/torch/autograd_state.h"
 #include "pagoda/torch/birth_scope.h"
+#include "pagoda/torch/custom_functions.h"
 #include "pagoda/torch/operator_traits.h"
 #include "pagoda/torch/page_storage.h"
 #include "pagoda/torch/storage_table.h"
@@ -57,6 +59,7 @@ struct OperatorContext final : at::ObserverContext {
   HeldPages held;
   std::optional<Held> denied;  // its touch failed: the operator throws when it asks for them
   bool looks_up = false;       // …rows of its one page, in place
+  bool applies = false;        // it is the forward of a custom autograd function
   Nanos began = 0;             // with its pages there; 0: not traced
 };
 
@@ -116,6 +119,13 @@ void look(const c10::IValue& value, bool write, HeldPages& held) {
   } else if (value.isTuple()) {
     for (const c10::IValue& element : value.toTupleRef().elements()) look(element, write, held);
   }
+}
+
+/// Whether this is the forward of a custom autograd function in Python: its name is that of a
+/// class, and it knows the number of the node that it will make.
+bool applies_function(const at::RecordFunction& function) {
+  return function.seqNr() >= 0 && at::GradMode::is_enabled() &&
+         std::strchr(function.name(), ':') == nullptr;
 }
 
 bool on_a_gpu(const HeldPages& held) {
@@ -190,6 +200,12 @@ std::unique_ptr<at::ObserverContext> operator_starts(const at::RecordFunction& f
   if (touching || looking_up) return nullptr;
   BirthScope::operator_starts();  // what was made by the last operator may have become a parameter
   if (StorageTable::instance().empty()) return nullptr;
+  if (applies_function(function)) {
+    CustomFunctions::begins({function.threadId(), function.seqNr()});
+    auto context = std::make_unique<OperatorContext>();
+    context->applies = true;
+    return context;  // what it uses, its operators say
+  }
   const auto inputs = function.inputs();
   HeldPages pages;
   for (const c10::IValue& input : inputs) look(input, false, pages);
@@ -201,6 +217,9 @@ std::unique_ptr<at::ObserverContext> operator_starts(const at::RecordFunction& f
   }
   auto context = std::make_unique<OperatorContext>();
   context->held = std::move(pages);
+  for (const Held& held : context->held) {
+    for (const pager::Access& access : held.accesses) CustomFunctions::uses(*access.page);
+  }
   const Touching unobserved;
   for (std::size_t i = 0; i < context->held.size(); ++i) {
     Held& held = context->held[i];
@@ -230,6 +249,7 @@ std::unique_ptr<at::ObserverContext> operator_starts(const at::RecordFunction& f
 void operator_ends(const at::RecordFunction& function, at::ObserverContext* context) {
   if (context == nullptr) return;
   auto& ended = static_cast<OperatorContext&>(*context);
+  if (ended.applies) return CustomFunctions::instance().ends();
   const Nanos end = ended.began != 0 ? now_ns() : 0;
   // First what cannot throw: a page that stays pinned would stay for good.
   if (ended.looks_up) looking_up = false;
@@ -272,7 +292,10 @@ KernelPages::KernelPages() : state_(std::make_unique<State>()) {}
 KernelPages::~KernelPages() = default;
 
 void KernelPages::add(const at::Tensor& tensor, bool write) {
-  if (PageStorage* page = page_of(tensor)) note(*page, write, state_->pages);
+  PageStorage* page = page_of(tensor);
+  if (page == nullptr) return;
+  note(*page, write, state_->pages);
+  CustomFunctions::uses(*page->page());
 }
 
 bool KernelPages::empty() const noexcept {
