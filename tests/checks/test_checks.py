@@ -56,6 +56,7 @@ def test_right_includes_pass(tmp_path: Path) -> None:
 def test_an_empty_tree_does_not_pass(tmp_path: Path) -> None:
     assert run("layers.py", tmp_path)[0] == 1
     assert run("formatting.py", tmp_path)[0] == 1
+    assert run("documents.py", tmp_path)[0] == 1
 
 
 def test_bad_formatting_is_found(tmp_path: Path) -> None:
@@ -73,6 +74,21 @@ def test_a_missing_licence_line_is_found(tmp_path: Path) -> None:
     code, output = run("formatting.py", tmp_path)
     assert code == 1
     assert "SPDX" in output
+
+
+@pytest.mark.parametrize(("text", "word"), [
+    ("see [this](notes/gone.md)", "leads nowhere: notes/gone.md"),
+    ("`base/gone.cpp` does it", "no file base/gone.cpp"),
+])
+def test_a_file_that_is_not_there_is_found(tmp_path: Path, text: str, word: str) -> None:
+    write(tmp_path, "src/pagoda/base/x.cpp", "int x = 1;\n")
+    right = "`base/x.cpp`, [x](src/pagoda/base/x.cpp), [far](https://example.org), `zero_to_fp32.py`\n"
+    (tmp_path / "README.md").write_text(right)
+    assert run("documents.py", tmp_path)[0] == 0
+    (tmp_path / "README.md").write_text(right + text)
+    code, output = run("documents.py", tmp_path)
+    assert code == 1
+    assert "README.md:2: " in output and word in output
 
 
 @pytest.mark.parametrize("name", ["unit_io", "unit_io/Kinds/Io.Reads/uring  # GetParam() = uring"])
