@@ -5,6 +5,7 @@ passes, which custom autograd functions run (docs/notes/passes.md)."""
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -106,20 +107,45 @@ def first_of_all(net: Any, x: torch.Tensor) -> torch.Tensor:
                         net.layers[1](x))
 
 
-def by_a_hook(net: Any, x: torch.Tensor) -> torch.Tensor:
-    """A hook of the user's runs a pass."""
-    x = torch.tanh(net.layers[0](x))
-
+def runs_a_pass(net: Any, x: torch.Tensor) -> torch.Tensor:
+    """A hook of the user's does, when the gradient of x comes."""
     def hook(grad: torch.Tensor) -> None:
         with torch.enable_grad():
             net.layers[0](grad.detach()).float().sum().backward()
 
     x.register_hook(hook)
+    return x
+
+
+def by_a_hook(net: Any, x: torch.Tensor) -> torch.Tensor:
+    x = torch.tanh(reentrant(net.layers[0], torch.tanh(net.layers[0](x))))
+    x = torch.tanh(reentrant(net.layers[0], runs_a_pass(net, x * 1)))
     return torch.tanh(net.layers[1](x))
 
 
+def by_a_hook_on_the_root(net: Any, x: torch.Tensor) -> torch.Tensor:
+    """Before the first node of the pass around it."""
+    return runs_a_pass(net, torch.tanh(net.layers[0](net.layers[1](x))).float().sum())
+
+
+def deep(net: Any, x: torch.Tensor) -> torch.Tensor:
+    """Deeper than autograd goes on one thread."""
+    def down(x: torch.Tensor, depth: int) -> torch.Tensor:
+        if depth == 0:
+            return torch.tanh(net.layers[0](x))
+        return torch.tanh(reentrant(lambda x: down(x, depth - 1), x))
+
+    return down(torch.tanh(net.layers[0](x)), 66)
+
+
+def passes_over_checkpoints(net: Any, x: torch.Tensor) -> torch.Tensor:
+    """Each of a function's passes runs a checkpoint."""
+    return torch.tanh(Passes.apply(lambda x: reentrant(net.layers[0], x), 2, net.layers[1](x)))
+
+
 SHAPES: list[Loss] = [in_two_checkpoints, outside_later, outside_earlier, nested, borrowed,
-                      several_passes, first_of_all, by_a_hook]
+                      several_passes, first_of_all, by_a_hook, by_a_hook_on_the_root, deep,
+                      passes_over_checkpoints]
 
 
 def make_engine(**config: Any) -> pagoda.Engine:
@@ -144,7 +170,8 @@ def gradients(shape: Loss, net: nn.Module, seed: int) -> list[torch.Tensor | Non
 @pytest.mark.parametrize("shape", SHAPES)
 def test_gradients(shape: Loss, plain: bool) -> None:
     """In every pass, whatever the one before has taught."""
-    engine, model, other = make_engine(early_updates=False, accumulation=8), Net(), Net()
+    engine = make_engine(early_updates=False, accumulation=8, gradient_dtype="fp32")
+    model, other = Net(), Net()
     engine.attach(model)
     for seed in range(3):
         expected = gradients(shape, other, seed)
@@ -218,12 +245,7 @@ def test_what_cannot_be_foreseen_is_refused_once(plain: bool) -> None:
         loss = loss_of(shape, model, 0)
         loss.backward() if plain else engine.backward(loss)
     engine.zero_grad()
-    for _ in range(2):  # its bias, then
-        try:
-            engine.backward(loss_of(shape, model, 1))
-            break
-        except RuntimeError:
-            engine.zero_grad()
+    engine.backward(loss_of(shape, model, 1))
     expected = gradients(shape, other, 1)
     for mine, theirs in zip(model.parameters(), expected, strict=True):
         if theirs is not None:
@@ -257,4 +279,92 @@ def test_passes_of_another_model_are_not_waited_for() -> None:
         torch.autograd.grad(loss_of(outside_later, other, step), list(other.layers[0].parameters()))
         engine.step()
     assert engine.stats()["updates"]["early"] > 0
+    engine.close()
+
+
+def test_two_passes_at_a_time_are_refused() -> None:
+    """What one of them leaves in p.grad would be the other's, by timing."""
+    engine, model = make_engine(early_updates=False, accumulation=4), Net()
+    engine.attach(model)
+    refused: list[str] = []
+
+    def other_thread(_: torch.Tensor) -> None:
+        def run() -> None:
+            try:
+                loss_of(in_two_checkpoints, model, 1).backward()
+            except RuntimeError as error:
+                refused.append(str(error))
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+
+    x = torch.tanh(model.layers[0](torch.ones(2, WIDTH).bfloat16()))
+    x.register_hook(other_thread)
+    torch.tanh(model.layers[0](model.layers[1](x))).float().sum().backward()
+    assert len(refused) == 1 and "at the same time" in refused[0]
+    engine.close()
+
+
+def test_an_error_of_a_held_gradient_ends_with_its_pass() -> None:
+    """A function's gradient that cannot be taken, and the user's own exception before that is said."""
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = nn.Parameter(torch.randn(20, WIDTH))
+            self.layer = nn.Linear(WIDTH, WIDTH)
+
+    model = Table()
+    rows = torch.arange(5)
+
+    class Sparse(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x + nn.functional.embedding(rows, model.rows)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+            with torch.enable_grad():
+                nn.functional.embedding(rows, model.rows, sparse=True).sum().backward()
+            return grads[0]
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+            raise ValueError("mine")
+
+    engine = make_engine(early_updates=False)
+    engine.attach(model)
+    with pytest.raises(ValueError, match="mine"):
+        engine.backward(Sparse.apply(Fails.apply(model.layer(torch.ones(5, WIDTH)))).sum())
+    engine.zero_grad()
+    engine.backward(model.layer(torch.ones(5, WIDTH)).sum())
+    engine.step()
+    with pytest.raises(RuntimeError, match="sparse"):
+        engine.backward(Sparse.apply(model.layer(torch.ones(5, WIDTH))).sum())
+    assert all(p.grad is None for p in model.parameters() if p is not model.rows)
+    engine.close()
+
+
+def test_a_functions_forward_may_use_its_parameters_by_their_pointers() -> None:
+    class Raw(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x, weight)
+            return x @ torch.from_numpy(weight.detach().numpy()).t()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+            x, weight = ctx.saved_tensors
+            return grads[0] @ weight, grads[0].t() @ x
+
+    engine, model = make_engine(parameters="host"), nn.Linear(WIDTH, WIDTH, bias=False)
+    engine.attach(model)
+    for _ in range(2):
+        engine.backward(Raw.apply(torch.ones(2, WIDTH), model.weight).sum())
+        engine.step()
     engine.close()

@@ -47,11 +47,34 @@ void CustomFunctions::ends() {
   }
   auto pages = std::make_shared<const Pages>(std::move(ended.pages));
   const std::lock_guard lock(mutex_);
-  if (!used_.insert_or_assign(ended.key, std::move(pages)).second) return;
-  oldest_.push_back(ended.key);
-  if (oldest_.size() <= kMost) return;
-  used_.erase(oldest_.front());
-  oldest_.pop_front();
+  pages_ += pages->size();
+  auto& known = used_[ended.key];
+  if (known == nullptr) {
+    oldest_.push_back(ended.key);
+  } else {
+    pages_ -= known->size();
+  }
+  known = std::move(pages);
+  while (oldest_.size() > kMost || (pages_ > kMostPages && oldest_.size() > 1)) {
+    const auto oldest = used_.find(oldest_.front());
+    pages_ -= oldest->second->size();
+    used_.erase(oldest);
+    oldest_.pop_front();
+  }
+}
+
+void CustomFunctions::before_fork() {
+  mutex_.lock();
+}
+
+void CustomFunctions::after_fork(bool in_child) {
+  if (in_child) {
+    used_.clear();
+    oldest_.clear();
+    pages_ = running = 0;
+    stack.clear();
+  }
+  mutex_.unlock();
 }
 
 std::shared_ptr<const CustomFunctions::Pages> CustomFunctions::used_by(Key key) const {

@@ -40,6 +40,10 @@ class CustomFunctions {
   }
   void ends();
 
+  /// Around a fork: a child starts with none.
+  void before_fork();
+  void after_fork(bool in_child);
+
   /// Null: its forward was not seen, or is forgotten by now.
   std::shared_ptr<const Pages> used_by(Key key) const;
 
@@ -50,8 +54,9 @@ class CustomFunctions {
                                         static_cast<std::uint64_t>(key.sequence));
     }
   };
-  /// Applications that are remembered; of older ones anything is assumed.
+  /// What is remembered: applications, and pages of all of them. Of older ones anything is assumed.
   static constexpr std::size_t kMost = std::size_t{1} << 16U;
+  static constexpr std::size_t kMostPages = std::size_t{1} << 20U;
 
   static void note(const pager::Page& page);
 
@@ -60,6 +65,7 @@ class CustomFunctions {
   mutable RankedMutex<LockRank::CustomFunctions> mutex_;
   std::unordered_map<Key, std::shared_ptr<const Pages>, Hash> used_;  // guarded by mutex_
   std::deque<Key> oldest_;                                            // guarded by mutex_
+  std::size_t pages_ = 0;                                             // guarded by mutex_
 };
 
 }  // namespace pagoda::torch

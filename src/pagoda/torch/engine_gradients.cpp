@@ -34,25 +34,25 @@ void require_dense(const at::Tensor& grad, const std::string& parameter) {
 
 }  // namespace
 
-/// Called by autograd, on its threads. A pass may end later than the engine: then there is nothing
-/// to be told any more.
+/// Called by autograd, on its threads. A pass may end later than the engine: then nobody is told.
 class Engine::Impl::PassEvents final : public torch::PassListener {
  public:
-  explicit PassEvents(Impl& engine) : engine_(engine) {}
+  explicit PassEvents(Impl& engine) : engine_(&engine) {}
 
   void function_ended(const torch::CustomFunctions::Pages* pages) noexcept override {
-    engine_.function_ended(pages);
+    if (const Call call(*this); call.engine != nullptr) call.engine->function_ended(pages);
   }
-  void pass_ended() override {
-    {
-      const std::lock_guard lock(mutex);
-      if (std::exchange(open, torch::kNoPass) == torch::kNoPass) return;  // it is backward()'s
-    }
-    engine_.plain_pass_ended();
+  void pass_ended(int pass) override {
+    const Call call(*this);
+    if (call.engine == nullptr || !close(pass, false)) return;
+    call.engine->plain_pass_ended();
   }
-  void pass_failed() noexcept override {
-    const std::lock_guard lock(mutex);
-    if (std::exchange(open, torch::kNoPass) != torch::kNoPass) failed = true;
+  void pass_failed(int pass) noexcept override { (void)close(pass, true); }
+  /// The engine ends: waits for calls under way.
+  void end() {
+    RankedLock<LockRank::PlainPasses> lock(mutex);
+    engine_ = nullptr;
+    changed_.wait(lock, [&] { return calls_ == 0; });
   }
 
   RankedMutex<LockRank::PlainPasses> mutex;
@@ -60,11 +60,43 @@ class Engine::Impl::PassEvents final : public torch::PassListener {
   bool failed = false;        // guarded by mutex: the one before ended with an error
 
  private:
-  Impl& engine_;
+  /// The engine stays while one lives.
+  struct Call {
+    explicit Call(PassEvents& of) : events(of) {
+      const std::lock_guard lock(events.mutex);
+      engine = events.engine_;
+      ++events.calls_;
+    }
+    Call(const Call&) = delete;
+    Call& operator=(const Call&) = delete;
+    ~Call() {
+      const std::lock_guard lock(events.mutex);
+      if (--events.calls_ == 0) events.changed_.notify_all();
+    }
+    PassEvents& events;
+    Impl* engine = nullptr;
+  };
+
+  /// False: another pass, inside that one, or backward()'s own.
+  bool close(int pass, bool with_error) {
+    const std::lock_guard lock(mutex);
+    if (pass != open) return false;
+    open = torch::kNoPass;
+    failed = failed || with_error;
+    return true;
+  }
+
+  Condition changed_;
+  Impl* engine_;        // guarded by mutex
+  unsigned calls_ = 0;  // guarded by mutex
 };
 
 std::shared_ptr<Engine::Impl::PassEvents> Engine::Impl::make_pass_events() {
   return std::make_shared<PassEvents>(*this);
+}
+
+void Engine::Impl::end_pass_events() {
+  pass_events_->end();
 }
 
 void Engine::Impl::backward(const at::Tensor& loss, std::optional<bool> last) {
@@ -185,9 +217,25 @@ void Engine::Impl::take_set_gradients() {
 }
 
 void Engine::Impl::gradient_comes(std::size_t index) {
+  require_one_pass(parameters_[index]);
   if (pass_.load() == torch::kNoPass) end_failed_pass();  // before torch adds to what it has left
+  rethrow_untaken();
   const std::lock_guard lock(gradient_mutex_);
   require_none_set(parameters_[index]);
+}
+
+/// Gradients of one micro-batch are those of one pass: two at a time would be added up in p.grad by
+/// timing.
+void Engine::Impl::require_one_pass(const Parameter& parameter) const {
+  int open = pass_.load();
+  if (open == torch::kNoPass) {
+    const std::lock_guard lock(pass_events_->mutex);
+    open = pass_events_->open;
+  }
+  PAGODA_REQUIRE(open == torch::kNoPass || !torch::Passes::instance().runs_beside(open),
+                 "two backward passes reach parameter '{}' at the same time, on two threads: run "
+                 "one after the other",
+                 parameter.name);
 }
 
 /// Where loss.backward() was called and not ours, nobody has multiplied the loss, and step() would
@@ -209,6 +257,7 @@ void Engine::Impl::drop_gradients() {
   std::unordered_map<const optim::TrainedPage*, Partial> partial;
   std::vector<at::Tensor> dropped;  // after the lock: what a gradient's memory ends with may wait
   const std::lock_guard lock(gradient_mutex_);
+  untaken_ = nullptr;
   for (Parameter& parameter : parameters_) {
     if (parameter.fired == 0 && !parameter.left && !parameter.late) continue;
     parameter.fired = parameter.taken = parameter.most = 0;
@@ -225,6 +274,7 @@ void Engine::Impl::drop_gradients() {
 void Engine::Impl::backward_failed() {
   const std::lock_guard lock(gradient_mutex_);
   failed_ = true;
+  untaken_ = nullptr;
   for (Parameter& parameter : parameters_) {
     parameter.left = parameter.left || parameter.fired > 0;
     parameter.fired = parameter.taken = parameter.most = 0;
@@ -262,7 +312,6 @@ void Engine::Impl::gradient_ready(std::size_t index, const at::Tensor& tensor) {
   if (!tensor.grad().defined()) return;
   if (pass_.load() == torch::kNoPass) join_plain_pass();
   require_scaled_loss(parameter, tensor);
-  rethrow_untaken();
   {
     const std::lock_guard lock(gradient_mutex_);
     if (parameter.frozen && !parameter.thawed) {  // since the pass began: it stays in p.grad
@@ -288,13 +337,13 @@ bool Engine::Impl::is_last(Parameter& parameter, const at::Tensor& tensor,
   const std::lock_guard lock(gradient_mutex_);
   ++parameter.fired;
   if (parameter.taken > 0) {
-    parameter.unforeseen = true;
     tensor.mutable_grad() = at::Tensor();
+    parameter.unforeseen = !torch::Passes::instance().distrust_running_functions();
     throw UserError(fmt::format(
         "parameter '{}' got another gradient in one backward() after its gradient had been handed "
         "on: a custom autograd function uses it in backward() and not in forward(), or runs more "
-        "passes of its own than before. Repeat the step: from now on this gradient is taken when "
-        "backward() ends",
+        "passes of its own than before. From now on gradients wait for that function. Drop this "
+        "step with zero_grad(), or, where its updates have begun, call step()",
         parameter.name));
   }
   parameter.in_function =
@@ -303,9 +352,12 @@ bool Engine::Impl::is_last(Parameter& parameter, const at::Tensor& tensor,
   parameter.most = std::max(parameter.most, parameter.in_function);
   if (parameter.unforeseen) return false;
   // A function that runs several passes of its own gives a gradient in each, perhaps.
-  return outstanding == torch::Outstanding::Nothing ||
-         (outstanding == torch::Outstanding::RunningFunction &&
-          parameter.in_function == parameter.expected);
+  const bool last = outstanding == torch::Outstanding::Nothing ||
+                    (outstanding == torch::Outstanding::RunningFunction &&
+                     parameter.in_function == parameter.expected);
+  if (!last) return false;
+  parameter.taken = parameter.fired;  // function_ended(), on another thread, leaves it alone
+  return true;
 }
 
 /// The pass of the user's that this thread runs is a micro-batch, or part of one that is under way.
@@ -359,8 +411,14 @@ void Engine::Impl::function_ended(const torch::CustomFunctions::Pages* pages) no
     if (alive == nullptr) continue;
     const at::Tensor tensor(std::move(alive));
     const pager::Page& page = *parameters_[index].storage->page();
-    if (torch::Passes::instance().outstanding(tensor, page) != torch::Outstanding::Nothing)
-      continue;
+    torch::Passes& passes = torch::Passes::instance();
+    if (passes.outstanding(tensor, page) != torch::Outstanding::Nothing) continue;
+    {
+      const std::lock_guard lock(gradient_mutex_);
+      Parameter& parameter = parameters_[index];
+      if (parameter.taken == parameter.fired) continue;  // by its own hook, meanwhile
+      parameter.taken = parameter.fired;
+    }
     try {
       take_gradient(index, tensor);
     } catch (...) {  // the pass throws it, where it can

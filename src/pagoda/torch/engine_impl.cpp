@@ -64,12 +64,10 @@ Engine::Impl::Impl(const Config& config, std::shared_ptr<comm::World> world)
   torch::list_operators::install(device().type());
   torch::value_lists::install();
   torch::observer::install();
-  torch::Passes::instance().install();
 }
 
 Engine::Impl::~Impl() {
-  pass_events_.reset();
-  torch::Passes::instance().remove();
+  end_pass_events();
   activation_pool_.reset();
   activations_.reset();
   forget_parameters();

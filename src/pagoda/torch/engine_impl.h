@@ -79,14 +79,14 @@ class Engine::Impl final : public torch::ObserverClient {
     const c10::TensorImpl* key = nullptr;                // …under this, dead or alive
     // Guarded by gradient_mutex_, as is all below, while a pass is under way.
     std::size_t fired = 0;        // in this pass: how often a gradient has been accumulated
-    std::size_t taken = 0;        // of `fired`, when its gradient was taken
+    std::size_t taken = 0;        // of `fired`, when somebody began to take its gradient
     std::uint64_t function = 0;   // the custom function that was running then; 0: none
     std::size_t in_function = 0;  // of `fired`, while it was
     std::size_t most = 0;         // …in any function of this pass
     std::size_t expected = 0;     // …of the passes before; 0: not known yet
     bool given = false;           // it has a gradient in this step
     bool left = false;            // p.grad has what a pass that failed has left there
-    bool unforeseen = false;      // it came again once: from now on it is taken at a pass's end
+    bool unforeseen = false;      // it came again, nobody knows why: taken when the pass ends
     // Of one that was frozen at attach() and that step() has not agreed to train yet: see
     // docs/notes/thaw.md.
     std::optional<std::size_t> frozen;  // its place among them, as the runtime knows it
@@ -158,11 +158,13 @@ class Engine::Impl final : public torch::ObserverClient {
   std::optional<Partial> add_to_partial(const Parameter& parameter, const at::Tensor& tensor,
                                         const at::Tensor& grad);
   void require_none_set(const Parameter& parameter) const;
+  void require_one_pass(const Parameter& parameter) const;
   void take_set_gradients();
   void require_scaled_loss(const Parameter& parameter, const at::Tensor& tensor) const;
   void push(optim::TrainedPage& page, at::Tensor flat, std::vector<bool> present,
             bool late = false);
   std::shared_ptr<PassEvents> make_pass_events();
+  void end_pass_events();
   bool is_last(Parameter& parameter, const at::Tensor& tensor, torch::Outstanding outstanding);
   void join_plain_pass();
   void plain_pass_ended();

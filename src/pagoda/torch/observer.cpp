@@ -7,6 +7,7 @@
 #include <optional>
 #include <span>
 #include <stdexcept>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -28,6 +29,7 @@
 #include "pagoda/torch/custom_functions.h"
 #include "pagoda/torch/operator_traits.h"
 #include "pagoda/torch/page_storage.h"
+#include "pagoda/torch/passes.h"
 #include "pagoda/torch/storage_table.h"
 
 namespace pagoda::torch {
@@ -128,6 +130,13 @@ bool applies_function(const at::RecordFunction& function) {
          std::strchr(function.name(), ':') == nullptr;
 }
 
+/// Whether autograd's engine evaluates a node of a backward pass, with all its hooks.
+bool evaluates_node(const at::RecordFunction& function) {
+  constexpr std::string_view kSaid = "autograd::engine::evaluate_function";
+  const char* name = function.name();
+  return name[0] == 'a' && name[1] == 'u' && std::string_view(name).starts_with(kSaid);
+}
+
 bool on_a_gpu(const HeldPages& held) {
   return std::any_of(held.begin(), held.end(), [](const Held& one) {
     return one.pager->tiers().device()->kind() == device::DeviceKind::Cuda;
@@ -200,22 +209,23 @@ std::unique_ptr<at::ObserverContext> operator_starts(const at::RecordFunction& f
   if (touching || looking_up) return nullptr;
   BirthScope::operator_starts();  // what was made by the last operator may have become a parameter
   if (StorageTable::instance().empty()) return nullptr;
-  if (applies_function(function)) {
-    CustomFunctions::begins({function.threadId(), function.seqNr()});
-    auto context = std::make_unique<OperatorContext>();
-    context->applies = true;
-    return context;  // what it uses, its operators say
-  }
+  if (evaluates_node(function)) return Passes::instance().node_begins();
   const auto inputs = function.inputs();
   HeldPages pages;
   for (const c10::IValue& input : inputs) look(input, false, pages);
-  if (pages.empty()) return nullptr;
+  std::unique_ptr<OperatorContext> context;
+  if (applies_function(function)) {
+    context = std::make_unique<OperatorContext>();
+    CustomFunctions::begins({function.threadId(), function.seqNr()});
+    context->applies = true;
+  }
+  if (pages.empty()) return context;
   const OperatorTraits& traits = operator_traits(function);
-  if (traits.needs_no_data && !(traits.reads_pointers_on_gpu && on_a_gpu(pages))) return nullptr;
+  if (traits.needs_no_data && !(traits.reads_pointers_on_gpu && on_a_gpu(pages))) return context;
   for (std::size_t i = 0; i < inputs.size() && traits.writes != 0; ++i) {
     if (traits.writes_argument(i)) look(inputs[i], true, pages);
   }
-  auto context = std::make_unique<OperatorContext>();
+  if (context == nullptr) context = std::make_unique<OperatorContext>();
   context->held = std::move(pages);
   for (const Held& held : context->held) {
     for (const pager::Access& access : held.accesses) CustomFunctions::uses(*access.page);
@@ -248,24 +258,33 @@ std::unique_ptr<at::ObserverContext> operator_starts(const at::RecordFunction& f
 
 void operator_ends(const at::RecordFunction& function, at::ObserverContext* context) {
   if (context == nullptr) return;
+  if (evaluates_node(function)) return Passes::instance().node_ends(*context);
   auto& ended = static_cast<OperatorContext&>(*context);
-  if (ended.applies) return CustomFunctions::instance().ends();
   const Nanos end = ended.began != 0 ? now_ns() : 0;
   // First what cannot throw: a page that stays pinned would stay for good.
   if (ended.looks_up) looking_up = false;
   for (Held& held : ended.held) held.pin.release();
   if (ended.denied) ended.denied->pager->allow(ended.denied->all());
+  if (ended.applies) CustomFunctions::instance().ends();
   if (ended.began != 0) trace::slice("operator", function.name(), ended.began, end);
 }
 
 void before_fork() {
   StorageTable::instance().before_fork();
   ParameterTable::instance().before_fork();
+  Passes::instance().before_fork();
+  CustomFunctions::instance().before_fork();
 }
 
-void after_fork() {
+void after_fork(bool in_child) {
+  CustomFunctions::instance().after_fork(in_child);
+  Passes::instance().after_fork(in_child);
   ParameterTable::instance().after_fork();
   StorageTable::instance().after_fork();
+}
+
+void in_parent() {
+  after_fork(false);
 }
 
 /// Pages are the parent's: here they throw. The child may have an engine of its own.
@@ -274,7 +293,7 @@ void in_child() {
     storage.unbind("this parameter is a page of the parent process: a forked child cannot read it");
   });
   ParameterTable::instance().forget_all([](AttachedParameter&) {});
-  after_fork();
+  after_fork(true);
 }
 
 RankedMutex<LockRank::Observer> install_mutex;
@@ -335,7 +354,7 @@ namespace observer {
 
 void install() {
   const std::lock_guard lock(install_mutex);
-  static const bool watches_fork = pthread_atfork(&before_fork, &after_fork, &in_child) == 0;
+  static const bool watches_fork = pthread_atfork(&before_fork, &in_parent, &in_child) == 0;
   if (!watches_fork) log::warn("torch", "fork cannot be watched: children must not touch pages");
   if (installed++ > 0) return;
   installed_as = at::addGlobalCallback(at::RecordFunctionCallback(&operator_starts, &operator_ends)

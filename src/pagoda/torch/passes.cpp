@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <exception>
 #include <functional>
 #include <mutex>
 #include <string_view>
@@ -16,9 +17,16 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include "pagoda/torch/autograd_state.h"
-#include "pagoda/torch/storage_table.h"
 
 namespace pagoda::torch {
+namespace {
+
+/// Autograd runs as many passes inside each other on one thread, and further ones on others.
+constexpr std::size_t kDeepest = ::torch::autograd::MAX_DEPTH;
+
+std::atomic<std::uint64_t> functions_run{0};
+
+}  // namespace
 
 struct Passes::Pass {
   int around = kNoPass;  // the pass that this one is inside
@@ -31,19 +39,24 @@ struct Passes::Pass {
   std::vector<std::weak_ptr<PassListener>> listeners;
 };
 
-/// A custom function's backward, on the thread that runs it.
-struct Passes::Running final : at::ObserverContext {
+/// A node that a thread evaluates.
+class Passes::Evaluation final : public at::ObserverContext {
+ public:
+  bool uses(const pager::Page& page) const {
+    return function != 0 && (pages == nullptr || std::binary_search(pages->begin(), pages->end(),
+                                                                    &page, std::less<>()));
+  }
+
   int pass = kNoPass;
   const Node* node = nullptr;
-  std::uint64_t number = 0;
-  bool ran_pass = false;  // one inside it
-  std::shared_ptr<const CustomFunctions::Pages> pages;
-
-  bool uses(const pager::Page& page) const {
-    return pages == nullptr ||
-           std::binary_search(pages->begin(), pages->end(), &page, std::less<>());
-  }
+  bool deep = false;           // passes inside it run on another thread
+  bool ran_pass = false;       // one inside it
+  bool trusted = true;         // to run as many passes as before
+  std::uint64_t function = 0;  // its number, if it is a custom function; else 0
+  std::shared_ptr<const CustomFunctions::Pages> pages;  // of that one's forward; null: any
 };
+
+thread_local std::vector<Passes::Evaluation*> Passes::evaluations;
 
 /// In the callback that autograd queues for the end of a pass. Where the pass fails it is dropped
 /// without having been called.
@@ -59,52 +72,9 @@ struct Passes::Ending {
   bool over = false;  // on the thread that ends the pass, which drops it
 };
 
-namespace {
-
-/// The last pass that this thread has seen a node of, if it has no custom functions.
-thread_local int plain_pass = kNoPass;
-
-}  // namespace
-
-/// The custom functions whose backward runs on this thread, one inside the other.
-struct Passes::Callbacks {
-  static thread_local std::vector<Running*> running;
-
-  static std::unique_ptr<at::ObserverContext> begins(const at::RecordFunction& /*node*/) {
-    if (current_pass() == plain_pass || StorageTable::instance().empty()) return nullptr;
-    return instance().node_begins();
-  }
-  static void ends(const at::RecordFunction& /*node*/, at::ObserverContext* context) {
-    if (context == nullptr) return;
-    auto& ended = static_cast<Running&>(*context);
-    std::erase(running, &ended);
-    instance().node_ends(ended);
-  }
-};
-
-thread_local std::vector<Passes::Running*> Passes::Callbacks::running;
-
 Passes& Passes::instance() {
   static auto* const kept = new Passes;  // autograd's threads may outlive static objects
   return *kept;
-}
-
-void Passes::install() {
-  const Lock lock(mutex_);
-  if (installed_++ > 0) return;
-  handle_ = at::addGlobalCallback(at::RecordFunctionCallback(&Callbacks::begins, &Callbacks::ends)
-                                      .scopes({at::RecordScope::BACKWARD_FUNCTION}));
-}
-
-void Passes::remove() {
-  const Lock lock(mutex_);
-  if (--installed_ > 0) return;
-  at::removeCallback(std::exchange(handle_, at::INVALID_CALLBACK_HANDLE));
-  passes_.clear();
-}
-
-std::uint64_t Passes::running_function() noexcept {
-  return Callbacks::running.empty() ? 0 : Callbacks::running.back()->number;
 }
 
 Passes::Kind Passes::kind_of(const Node& node, const Lock& /*lock*/) {
@@ -126,8 +96,10 @@ Passes::Kind Passes::kind_of(const Node& node, const Lock& /*lock*/) {
 void Passes::add_function(Pass& pass, const Node& node, Kind kind, const Lock& /*lock*/) {
   std::shared_ptr<const CustomFunctions::Pages> pages;
   if (kind == Kind::Python) {
-    pages = CustomFunctions::instance().used_by(
-        {node.thread_id(), static_cast<std::int64_t>(node.sequence_nr())});
+    if (distrusted_.empty() || !distrusted_.contains(node.name())) {
+      pages = CustomFunctions::instance().used_by(
+          {node.thread_id(), static_cast<std::int64_t>(node.sequence_nr())});
+    }
   } else if (const auto seen = cpp_runs_passes_.find(typeid(node));
              seen != cpp_runs_passes_.end() && !seen->second) {
     return;  // a function in C++ whose backward runs operators only
@@ -140,152 +112,168 @@ void Passes::add_function(Pass& pass, const Node& node, Kind kind, const Lock& /
   }
 }
 
-/// The pass that this thread runs; sees it for the first time perhaps.
-Passes::Pass* Passes::find_or_begin(int number, const Lock& lock) {
-  if (number == kNoPass) return nullptr;
-  auto& slot = passes_[number];
-  if (slot != nullptr) return slot.get();
-  slot = std::make_unique<Pass>();
-  Pass& pass = *slot;
-  if (!Callbacks::running.empty()) {
-    Running& around = *Callbacks::running.back();
-    around.ran_pass = true;
-    pass.around = around.pass;
+/// Knows the pass that this thread runs from now on, if it did not.
+void Passes::begin(int number) {
+  {
+    const Lock lock(mutex_);
+    if (number == kNoPass || passes_.contains(number)) return;
   }
-  const auto* wanted = ::torch::autograd::get_current_graph_task_exec_info();
-  const auto add = [&](const Node& node) {
-    const Kind kind = kind_of(node, lock);
-    if (kind == Kind::Plain) return;
-    if (wanted != nullptr && !wanted->empty()) {
-      const auto found = wanted->find(const_cast<Node*>(&node));
-      if (found == wanted->end() || !found->second.should_execute()) return;
-    }
-    if (kind == Kind::Accumulation) {
-      pass.accumulations.insert(&node);
-    } else {
-      add_function(pass, node, kind, lock);
-    }
-  };
-  for (const Node* node : *::torch::autograd::get_current_graph_task_nodes_in_graph()) add(*node);
-  if (const auto root = ::torch::autograd::get_current_node()) add(*root);  // is not among them
+  // Without the lock, which its end takes. If another thread sees the pass, too, one end does.
   ::torch::autograd::Engine::get_default_engine().queue_callback(
       [ending = std::make_shared<Ending>(number)] {
         ending->over = true;
         instance().pass_ends(ending->pass);
       });
-  return &pass;
+  auto pass = std::make_unique<Pass>();
+  const auto* needed = ::torch::autograd::get_current_graph_task_exec_info();
+  const Lock lock(mutex_);
+  if (passes_.contains(number)) return;
+  const auto around = std::find_if(evaluations.rbegin(), evaluations.rend(),
+                                   [&](const Evaluation* one) { return one->pass != number; });
+  if (around != evaluations.rend()) {
+    pass->around = (*around)->pass;
+    for (Evaluation* evaluation : evaluations) evaluation->ran_pass = true;
+  } else if (!deep_.empty()) {
+    pass->around = deep_.back();
+  }
+  const auto add = [&](const Node& node) {
+    const Kind kind = kind_of(node, lock);
+    if (kind == Kind::Plain) return;
+    if (needed != nullptr && !needed->empty()) {  // torch.autograd.grad(), backward(inputs=…)
+      const auto found = needed->find(const_cast<Node*>(&node));
+      if (found == needed->end() || !found->second.needed_) return;
+    }
+    if (kind == Kind::Accumulation) {
+      pass->accumulations.insert(&node);
+    } else {
+      add_function(*pass, node, kind, lock);
+    }
+  };
+  for (const Node* node : *::torch::autograd::get_current_graph_task_nodes_in_graph()) add(*node);
+  // The root is not among them; it is what is evaluated first.
+  if (const auto root = ::torch::autograd::get_current_node()) add(*root);
+  passes_[number] = std::move(pass);
 }
 
 std::unique_ptr<at::ObserverContext> Passes::node_begins() {
-  static std::atomic<std::uint64_t> numbers{0};
-  const int number = current_pass();
+  auto evaluation = std::make_unique<Evaluation>();
+  evaluation->pass = current_pass();
+  if (evaluation->pass == kNoPass) return nullptr;
+  // Most nodes are of the pass that this thread evaluated a node of before.
+  thread_local int known = kNoPass;
+  if (evaluation->pass != known) begin(evaluation->pass);
+  known = evaluation->pass;
   const auto node = ::torch::autograd::get_current_node();
+  evaluation->node = node.get();
   const Lock lock(mutex_);
-  const Pass* pass = find_or_begin(number, lock);
-  if (pass == nullptr || node == nullptr) return nullptr;
-  if (pass->functions.empty()) {
-    plain_pass = number;
-    return nullptr;
+  const auto pass = passes_.find(evaluation->pass);
+  if (pass == passes_.end()) return nullptr;
+  if (const auto function = pass->second->functions.find(node.get());
+      function != pass->second->functions.end()) {
+    evaluation->function = ++functions_run;
+    evaluation->pages = function->second;
+    evaluation->trusted = distrusted_.empty() || !distrusted_.contains(node->name());
   }
-  const auto function = pass->functions.find(node.get());
-  if (function == pass->functions.end()) return nullptr;
-  auto running = std::make_unique<Running>();
-  running->pass = number;
-  running->node = node.get();
-  running->number = ++numbers;
-  running->pages = function->second;
-  Callbacks::running.push_back(running.get());
-  return running;
+  evaluations.push_back(evaluation.get());
+  evaluation->deep = evaluations.size() >= kDeepest;
+  if (evaluation->deep) deep_.push_back(evaluation->pass);
+  return evaluation;
 }
 
-void Passes::node_ends(const Running& running) noexcept {
+void Passes::node_ends(at::ObserverContext& context) noexcept {
+  const auto& ended = static_cast<const Evaluation&>(context);
+  std::erase(evaluations, &ended);
   std::vector<std::shared_ptr<PassListener>> listeners;
   {
     const Lock lock(mutex_);
-    const auto found = passes_.find(running.pass);
+    if (ended.deep) deep_.erase(std::find(deep_.rbegin(), deep_.rend(), ended.pass).base() - 1);
+    if (ended.function == 0) return;
+    const auto found = passes_.find(ended.pass);
     if (found == passes_.end()) return;
     Pass& pass = *found->second;
-    if (pass.functions.erase(running.node) == 0) return;
-    if (kind_of(*running.node, lock) == Kind::Cpp) {
-      cpp_runs_passes_[typeid(*running.node)] |= running.ran_pass;
+    if (pass.functions.erase(ended.node) == 0) return;
+    if (kind_of(*ended.node, lock) == Kind::Cpp) {
+      cpp_runs_passes_[typeid(*ended.node)] |= ended.ran_pass;
     }
-    if (running.pages == nullptr) {
+    if (ended.pages == nullptr) {
       --pass.users_of_any;
     } else {
-      for (const pager::Page* page : *running.pages) {
+      for (const pager::Page* page : *ended.pages) {
         if (--pass.users[page] == 0) pass.users.erase(page);
       }
     }
-    listeners = listeners_around(running.pass, lock);
-  }
-  for (const auto& listener : listeners) listener->function_ended(running.pages.get());
-}
-
-/// Of the pass and of those that it is inside.
-std::vector<std::shared_ptr<PassListener>> Passes::listeners_around(int pass,
-                                                                    const Lock& /*lock*/) const {
-  std::vector<std::shared_ptr<PassListener>> out;
-  for (auto found = passes_.find(pass); found != passes_.end();
-       found = passes_.find(found->second->around)) {
-    for (const auto& listener : found->second->listeners) {
-      if (auto alive = listener.lock()) out.push_back(std::move(alive));
+    for (auto one = found; one != passes_.end(); one = passes_.find(one->second->around)) {
+      for (const auto& listener : one->second->listeners) {
+        if (auto alive = listener.lock()) listeners.push_back(std::move(alive));
+      }
     }
   }
-  return out;
+  for (const auto& listener : listeners) listener->function_ended(ended.pages.get());
+}
+
+/// The pass is under way no more.
+std::vector<std::weak_ptr<PassListener>> Passes::take_listeners(int pass) {
+  const Lock lock(mutex_);
+  const auto found = passes_.find(pass);
+  if (found == passes_.end()) return {};
+  std::vector<std::weak_ptr<PassListener>> listeners = std::move(found->second->listeners);
+  passes_.erase(found);
+  return listeners;
 }
 
 void Passes::pass_ends(int number) {
-  std::vector<std::weak_ptr<PassListener>> listeners;
-  {
-    const Lock lock(mutex_);
-    const auto found = passes_.find(number);
-    if (found == passes_.end()) return;
-    listeners = std::move(found->second->listeners);
-    passes_.erase(found);
+  std::exception_ptr error;
+  for (const auto& listener : take_listeners(number)) {
+    const auto alive = listener.lock();
+    if (alive == nullptr) continue;
+    try {
+      alive->pass_ended(number);
+    } catch (...) {
+      if (error == nullptr) error = std::current_exception();
+    }
   }
-  for (const auto& listener : listeners) {
-    if (const auto alive = listener.lock()) alive->pass_ended();
-  }
+  if (error != nullptr) std::rethrow_exception(error);
 }
 
 void Passes::pass_fails(int number) noexcept {
-  std::vector<std::weak_ptr<PassListener>> listeners;
-  {
-    const Lock lock(mutex_);
-    const auto found = passes_.find(number);
-    if (found == passes_.end()) return;
-    listeners = std::move(found->second->listeners);
-    passes_.erase(found);
-  }
-  for (const auto& listener : listeners) {
-    if (const auto alive = listener.lock()) alive->pass_failed();
+  for (const auto& listener : take_listeners(number)) {
+    if (const auto alive = listener.lock()) alive->pass_failed(number);
   }
 }
 
-int Passes::listen(const std::weak_ptr<PassListener>& listener) {
-  const Lock lock(mutex_);
-  int number = current_pass();
-  Pass* pass = find_or_begin(number, lock);
-  if (pass == nullptr) return kNoPass;
-  for (auto around = passes_.find(pass->around); around != passes_.end();
-       around = passes_.find(pass->around)) {
-    number = around->first;
-    pass = around->second.get();
+int Passes::outermost(int pass, const Lock& /*lock*/) const {
+  for (auto found = passes_.find(pass); found != passes_.end();
+       found = passes_.find(found->second->around)) {
+    pass = found->first;
   }
+  return pass;
+}
+
+bool Passes::runs_beside(int other) const {
+  const Lock lock(mutex_);
+  return passes_.contains(other) && outermost(other, lock) != outermost(current_pass(), lock);
+}
+
+int Passes::listen(const std::weak_ptr<PassListener>& listener) {
+  begin(current_pass());
+  const Lock lock(mutex_);
+  const int number = outermost(current_pass(), lock);
+  const auto found = passes_.find(number);
+  if (found == passes_.end()) return kNoPass;
+  auto& listeners = found->second->listeners;
   const auto same = [&](const std::weak_ptr<PassListener>& other) {
     return !other.owner_before(listener) && !listener.owner_before(other);
   };
-  if (std::none_of(pass->listeners.begin(), pass->listeners.end(), same)) {
-    pass->listeners.push_back(listener);
-  }
+  if (std::none_of(listeners.begin(), listeners.end(), same)) listeners.push_back(listener);
   return number;
 }
 
 Outstanding Passes::accumulated(const at::Tensor& parameter, const pager::Page& page) {
   const auto accumulation = ::torch::autograd::impl::try_get_grad_accumulator(parameter);
+  begin(current_pass());
   const Lock lock(mutex_);
-  if (Pass* pass = find_or_begin(current_pass(), lock)) {
-    pass->accumulations.erase(accumulation.get());
+  if (const auto pass = passes_.find(current_pass()); pass != passes_.end()) {
+    pass->second->accumulations.erase(accumulation.get());
   }
   return outstanding(accumulation.get(), page, lock);
 }
@@ -306,11 +294,44 @@ Outstanding Passes::outstanding(const Node* accumulation, const pager::Page& pag
       users += found->second;
     }
   }
-  const auto here = static_cast<unsigned>(
-      std::count_if(Callbacks::running.begin(), Callbacks::running.end(),
-                    [&](const Running* function) { return function->uses(page); }));
   if (users == 0) return Outstanding::Nothing;
-  return users > here ? Outstanding::More : Outstanding::RunningFunction;
+  unsigned running = 0;
+  for (const Evaluation* evaluation : evaluations) {
+    if (evaluation->uses(page) && evaluation->trusted) ++running;
+  }
+  return users > running ? Outstanding::More : Outstanding::RunningFunction;
+}
+
+std::uint64_t Passes::running_function() noexcept {
+  for (const Evaluation* evaluation : evaluations) {
+    if (evaluation->function != 0) return evaluation->function;
+  }
+  return 0;
+}
+
+bool Passes::distrust_running_functions() {
+  bool any = false;
+  const Lock lock(mutex_);
+  for (const Evaluation* evaluation : evaluations) {
+    if (evaluation->function == 0 || kind_of(*evaluation->node, lock) != Kind::Python) continue;
+    distrusted_.insert(evaluation->node->name());
+    any = true;
+  }
+  return any;
+}
+
+void Passes::before_fork() {
+  mutex_.lock();
+}
+
+void Passes::after_fork(bool in_child) {
+  if (in_child) {
+    evaluations.clear();
+    deep_.clear();
+    for (auto& [number, pass] : passes_) pass.release();  // locks in it may be anybody's
+    passes_.clear();
+  }
+  mutex_.unlock();
 }
 
 }  // namespace pagoda::torch

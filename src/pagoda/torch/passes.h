@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <typeindex>
 #include <unordered_map>
 #include <unordered_set>
@@ -26,13 +28,14 @@ namespace pagoda::torch {
 class PassListener {
  public:
   virtual ~PassListener() = default;
-  /// The backward of a custom function in the pass is over: gradients that waited for it may be
-  /// complete. `pages`: what its forward had used; null: anything. Must not throw.
+  /// The backward of a custom function is over, in the pass that is listened to or inside it:
+  /// gradients that waited for it may be complete. `pages`: what its forward had used; null:
+  /// anything.
   virtual void function_ended(const CustomFunctions::Pages* pages) noexcept = 0;
-  /// The pass is over. What it throws is thrown by the pass.
-  virtual void pass_ended() = 0;
-  /// The pass ended with an error. Any thread, later than the error perhaps.
-  virtual void pass_failed() noexcept = 0;
+  /// What it throws is thrown by the pass.
+  virtual void pass_ended(int pass) = 0;
+  /// It ended with an error. Any thread, later than the error perhaps.
+  virtual void pass_failed(int pass) noexcept = 0;
 };
 
 /// What can still add to a parameter's gradient in the passes under way.
@@ -45,24 +48,33 @@ enum class Outstanding : std::uint8_t {
 /// The backward passes under way in the process, as autograd runs them: which are inside which, and
 /// what is still to come in each. See docs/notes/passes.md.
 ///
-/// One for the process. It sees the beginning and the end of every node of a graph by
-/// at::RecordFunction while it is installed. Any thread.
+/// One for the process; the observer tells it when autograd begins and ends the evaluation of a
+/// node, hooks included. Any thread.
 class Passes {
  public:
   static Passes& instance();
-  /// Both count; called when no pass runs.
-  void install();
-  void remove();
 
-  /// The pass that this thread runs, or the outermost of those around it. Listens to that one:
-  /// `listener` is told of it, and of every custom function that ends in it or inside it.
+  /// The observer's: on the thread that evaluates the node, one evaluation inside the other.
+  std::unique_ptr<at::ObserverContext> node_begins();
+  void node_ends(at::ObserverContext& context) noexcept;
+  /// Around a fork: a child starts with none.
+  void before_fork();
+  void after_fork(bool in_child);
+
+  /// Whether `other` is under way, and neither inside the pass that this thread runs nor around it.
+  bool runs_beside(int other) const;
+  /// Listens to the pass that this thread runs, or to the outermost of those around it, until that
+  /// ends; returns its number.
   int listen(const std::weak_ptr<PassListener>& listener);
   /// The parameter's gradient has been accumulated in the pass that this thread runs: what is left?
   Outstanding accumulated(const at::Tensor& parameter, const pager::Page& page);
   Outstanding outstanding(const at::Tensor& parameter, const pager::Page& page) const;
-  /// Which custom function's backward is running on this thread: a number of its own for each time
-  /// that one runs; 0: none.
+  /// Which custom function's backward is running on this thread, the outermost: a number of its own
+  /// for each time that one runs; 0: none.
   static std::uint64_t running_function() noexcept;
+  /// What forward says of the functions that are running on this thread is not all: from now on
+  /// they may use anything, and gradients wait for their end. False: none is running.
+  bool distrust_running_functions();
 
  private:
   using Node = ::torch::autograd::Node;
@@ -71,26 +83,26 @@ class Passes {
   enum class Kind : std::uint8_t { Plain, Accumulation, Python, Cpp };
   struct Pass;
   struct Ending;
-  struct Running;
-  struct Callbacks;
+  class Evaluation;
 
-  std::unique_ptr<at::ObserverContext> node_begins();
-  void node_ends(const Running& running) noexcept;
+  void begin(int number);
   void pass_ends(int number);
   void pass_fails(int number) noexcept;
-  Pass* find_or_begin(int number, const Lock& lock);
   Kind kind_of(const Node& node, const Lock& lock);
   void add_function(Pass& pass, const Node& node, Kind kind, const Lock& lock);
+  int outermost(int pass, const Lock& lock) const;
   Outstanding outstanding(const Node* accumulation, const pager::Page& page,
                           const Lock& lock) const;
-  std::vector<std::shared_ptr<PassListener>> listeners_around(int pass, const Lock& lock) const;
+  std::vector<std::weak_ptr<PassListener>> take_listeners(int pass);
+
+  static thread_local std::vector<Evaluation*> evaluations;  // on this thread, the innermost last
 
   mutable RankedMutex<LockRank::Passes> mutex_;
   std::unordered_map<int, std::unique_ptr<Pass>> passes_;      // guarded by mutex_
+  std::vector<int> deep_;                                      // guarded by mutex_; see begin()
   std::unordered_map<std::type_index, Kind> kinds_;            // guarded by mutex_
   std::unordered_map<std::type_index, bool> cpp_runs_passes_;  // guarded by mutex_; of those seen
-  std::size_t installed_ = 0;                                  // guarded by mutex_
-  std::uint64_t handle_ = 0;                                   // guarded by mutex_
+  std::unordered_set<std::string> distrusted_;                 // guarded by mutex_: functions
 };
 
 }  // namespace pagoda::torch
