@@ -216,7 +216,7 @@ void Runtime::release(const std::function<void()>& copy) {
   const Whereabouts::Inside inside(ranks_.whereabouts(), where_in(Call::Release));
   meet(in_call(Call::Release));
   try {
-    settle();  // what early updates have computed was never seen, and is forgotten
+    wait_for_updates();  // what early updates have computed was never seen, and is forgotten
     check_order();
     // Nobody forgets anything before all have what they need of it.
     all_or_none(ranks_.control(), copy);

@@ -94,7 +94,7 @@ void Failure::fail(std::exception_ptr error, log::Level level) noexcept {
     const std::lock_guard lock(mutex_);
     if (error_ != nullptr || closed_) return;
     ++telling_;
-    if (ending_) level = log::Level::Debug;  // what was owed is dropped, on every rank
+    if (ending_) level = log::Level::Debug;  // pending updates are dropped, on every rank
     error_ = error;
     why_ = message_of(error);
     failed_.store(true, std::memory_order_release);

@@ -100,7 +100,7 @@ void Runtime::build() {
   updates.on_failure = on_failure;
   updater_ = std::make_unique<optim::Updater>(*pager_, *pool_, updates);
   failure_.listen([this](const auto& error, const auto&) { updater_->fail(error); });
-  pager_->set_debts(updater_.get());
+  pager_->set_pending_updates(updater_.get());
   placer_ = std::make_unique<StatePlacer>(config_, *pager_, *updater_, rules_, ranks());
 
   optim::Gradients::Options sums;
@@ -193,7 +193,7 @@ Runtime::~Runtime() {
   pager_->stop_fetching();
   shards_.reset();
   updater_.reset();
-  pager_->set_debts(nullptr);
+  pager_->set_pending_updates(nullptr);
   pager_->set_foresight(nullptr);
   trained_.clear();
   frozen_.reset();
@@ -243,7 +243,7 @@ void Runtime::give_back_together(const std::function<void()>& give_back) {
   if (wanted == 0) return;
   std::exception_ptr cause;
   try {
-    settle();  // what early updates have computed was never seen, and is forgotten
+    wait_for_updates();  // what early updates have computed was never seen, and is forgotten
     check_order();
     if (give_back) give_back();
   } catch (...) {
@@ -390,16 +390,16 @@ EarlyUpdates::Mode Runtime::early_mode() const noexcept {
   return config_.clip_ahead ? Mode::Reversible : Mode::Never;
 }
 
-void Runtime::settle() {
-  updater_->settle_all();
-  if (shards_ != nullptr) shards_->settle();
+void Runtime::wait_for_updates() {
+  updater_->wait_for_all();
+  if (shards_ != nullptr) shards_->wait_for_completion();
   check();
 }
 
 void Runtime::finish() {
   check();
   try {
-    settle();
+    wait_for_updates();
     pager_->bind_fixed();
     check_order();
   } catch (...) {

@@ -73,7 +73,7 @@ class Runtime {
   Runtime(const Config& config, std::shared_ptr<comm::World> world);
   Runtime(const Runtime&) = delete;
   Runtime& operator=(const Runtime&) = delete;
-  /// Starts no collective and does not throw: what is still owed is dropped. Other ranks may still
+  /// Starts no collective and does not throw: pending updates are dropped. Other ranks may still
   /// read this one's shards, so it waits for them to end, too, unless something has failed.
   ~Runtime();
 
@@ -127,11 +127,11 @@ class Runtime {
   pager::RawWrites raw_writes(const pager::Page& page);
   void check_raw_writes();
 
-  /// The step: `version_of` is told of every page that owes an update from now on.
+  /// The step: `bumped` is called for every page that has a pending update from now on.
   StepResult step(const std::function<void(pager::Page&)>& bumped);
   /// Takes part in the other ranks' steps with nothing of its own, until all have joined.
   void join(const std::function<void(pager::Page&)>& bumped);
-  /// Returns when nothing is owed.
+  /// Returns when no update is pending.
   void finish();
   /// Returns when every rank has called it.
   void barrier();
@@ -206,7 +206,7 @@ class Runtime {
   void clear_gradients();
   void gather_gradient(const optim::TrainedPage& page, std::span<float> to);
   std::span<std::byte> gather_buffer() noexcept;
-  void settle();
+  void wait_for_updates();
   void check_order() const;
   void linger();
   void give_back_together(const std::function<void()>& give_back);

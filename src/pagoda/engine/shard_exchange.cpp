@@ -129,7 +129,7 @@ void ShardExchange::complete(TrainedPage& trained, std::uint64_t version) {
   pager::Tiers& tiers = pager_.tiers();
   const Bytes size = page.element_size;
   const std::uint64_t key = key_of(page.id);
-  pager::Home& home = trained.home();  // from owe() to updated()
+  pager::Home& home = trained.home();  // from mark_pending() to updated()
   const bool direct = tiers.in_place(home);
   std::vector<comm::Pull> pulls;
   pager::StagingPool::Buffer buffer;
@@ -155,7 +155,7 @@ void ShardExchange::complete(TrainedPage& trained, std::uint64_t version) {
   pager_.updated(page, version);
 }
 
-void ShardExchange::settle() {
+void ShardExchange::wait_for_completion() {
   std::unique_lock lock(mutex_);
   changed_.wait(lock, [&] { return completing_ == 0 || failed_; });
 }
@@ -191,7 +191,7 @@ void ShardExchange::serve(const comm::PullRequest& request, comm::PullReply& rep
   }
   Page& page = *found;
   reply.about_to_wait();
-  updater_.settle_part(page, request.version);
+  updater_.wait_for_shard(page, request.version);
   const auto reading = std::make_shared<const Serving>(*this, found, request);
   const pager::HomeReader& reader = reading->reader;
   if (reader.wanted() != request.version) {  // its update may be under way

@@ -17,6 +17,7 @@
 #include "pagoda/optim/trained_page.h"
 #include "pagoda/optim/updater.h"
 #include "pagoda/pager/pager.h"
+#include "pagoda/pager/remote_shards.h"
 #include "pagoda/pager/staging_pool.h"
 
 namespace pagoda::engine {
@@ -66,7 +67,7 @@ class ShardExchange final : public pager::RemoteShards {
   /// This rank's part of a page is up to date. False: the other ranks' parts are still to come.
   bool part_updated(optim::TrainedPage& page, std::uint64_t version);
   /// Returns when no page lacks other ranks' parts.
-  void settle();
+  void wait_for_completion();
   /// User code is about to write: returns when the others have read this rank's part.
   void await_served(const pager::Page& page);
 

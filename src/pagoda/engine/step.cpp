@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Runtime::step(): which pages owe an update, with which factor, and in which order they are made.
+// Runtime::step(): which pages get an update, with which factor, and in which order.
 #include <algorithm>
 #include <cmath>
 #include <numeric>
@@ -92,7 +92,7 @@ StepResult Runtime::step_together(bool joined, const std::function<void(Page&)>&
       pages.push_back(page.get());
       // The update before is over, on all ranks from the exchange below on: nobody reads what it
       // left any more.
-      pager_->await_version(*page->page);
+      pager_->wait_for_version(*page->page);
     }
     pager_->find_raw_writes();
     bool wrote_shards = pager_->written().shared;
@@ -165,7 +165,7 @@ StepResult Runtime::step_together(bool joined, const std::function<void(Page&)>&
     for (TrainedPage* page : starting) {
       for (optim::TrainedParameter& parameter : page->parameters) parameter.used = parameter.filled;
     }
-    const std::vector<Page*> exposed = pager_->owe(pending);
+    const std::vector<Page*> exposed = pager_->mark_pending(pending);
     updater_->release(begun);
     updater_->start(starting, std::make_shared<const optim::StepScalars>(
                                   optim::StepScalars{factor, rules_.now()}));

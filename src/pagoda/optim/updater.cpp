@@ -83,7 +83,7 @@ struct Updater::Record {
   std::uint64_t chunks_left = 0;  // the thread's
   std::uint64_t computed = 0;     // chunks of the update under way: the thread's
   bool in_place = false;          // nothing of it passes through buffers
-  unsigned waiting = 0;           // for it, in settle_part()
+  unsigned waiting = 0;           // for it, in wait_for_shard()
   bool removed = false;           // …in vain
   Parts parts = Parts::Open;
   /// Elements that go before the others of their page, in ascending order.
@@ -220,7 +220,7 @@ void Updater::remove(TrainedPage& page) {
   const auto found = records_.find(page.page);
   if (found == records_.end()) return;
   Record& record = *found->second;
-  changed_.wait(lock, [&] { return owed_ == 0 || error_ != nullptr; });
+  changed_.wait(lock, [&] { return pending_ == 0 || error_ != nullptr; });
   record.removed = true;
   changed_.notify_all();
   changed_.wait(lock, [&] { return record.waiting == 0; });
@@ -274,7 +274,7 @@ void Updater::enqueue(Record& record, std::shared_ptr<const StepScalars> scalars
 void Updater::enqueue(Record& record) {
   record.stage = Stage::Waiting;
   queue_.insert(std::upper_bound(queue_.begin(), queue_.end(), &record, sooner), &record);
-  ++owed_;
+  ++pending_;
 }
 
 bool Updater::early(const TrainedPage& page) const {
@@ -320,7 +320,7 @@ void Updater::roll_back(std::span<TrainedPage* const> pages) {
     }
     if (record.stage == Stage::Waiting) {
       std::erase(queue_, &record);
-      --owed_;
+      --pending_;
     }
     record.stage = Stage::Idle;
   }
@@ -357,10 +357,10 @@ void Updater::bring_forward(Record& record) {
   queue_.push_front(&record);
 }
 
-void Updater::settle(pager::Page& page) {
+void Updater::wait_for_update(pager::Page& page) {
   std::unique_lock lock(mutex_);
   const auto found = records_.find(&page);
-  PAGODA_CHECK(found != records_.end(), "page {} owes an update and has no state", page.name());
+  PAGODA_CHECK(found != records_.end(), "page {} has a pending update and no state", page.name());
   Record& record = *found->second;
   bring_forward(record);
   const std::uint64_t target = record.target;
@@ -368,10 +368,10 @@ void Updater::settle(pager::Page& page) {
   if (error_ != nullptr) std::rethrow_exception(error_);
   lock.unlock();
   // This rank's part is done; where other ranks' are missing, the pager learns of them.
-  pager_.await_version(page);
+  pager_.wait_for_version(page);
 }
 
-bool Updater::settles_parts(const pager::Page& page, std::uint64_t wanted) {
+bool Updater::can_wait_for_rows(const pager::Page& page, std::uint64_t wanted) {
   const std::lock_guard lock(mutex_);
   const auto found = records_.find(&page);
   if (found == records_.end()) return true;  // not trained: always up to date
@@ -379,7 +379,7 @@ bool Updater::settles_parts(const pager::Page& page, std::uint64_t wanted) {
   return record.in_place && record.page->updated.size() == page.elements && record.target >= wanted;
 }
 
-const std::byte* Updater::settle_parts(pager::Page& page, std::span<const pager::Range> parts) {
+const std::byte* Updater::wait_for_rows(pager::Page& page, std::span<const pager::Range> parts) {
   std::unique_lock lock(mutex_);
   Record& record = *records_.at(&page);
   const std::uint64_t target = record.target;
@@ -426,7 +426,7 @@ void Updater::call_of_trained(const Writing& callback, pager::Page& page) {
   if (call) call(page);
 }
 
-void Updater::settle_part(const pager::Page& page, std::uint64_t version) {
+void Updater::wait_for_shard(const pager::Page& page, std::uint64_t version) {
   std::unique_lock lock(mutex_);
   const auto found = records_.find(&page);
   if (found == records_.end()) return;  // not trained: always up to date
@@ -444,7 +444,7 @@ void Updater::settle_part(const pager::Page& page, std::uint64_t version) {
                page.name(), version);
 }
 
-void Updater::await_part(const pager::Page& page) {
+void Updater::wait_for_shard(const pager::Page& page) {
   std::unique_lock lock(mutex_);
   const Record& record = *records_.at(&page);
   changed_.wait(lock,
@@ -452,9 +452,9 @@ void Updater::await_part(const pager::Page& page) {
   if (error_ != nullptr) std::rethrow_exception(error_);
 }
 
-void Updater::settle_all() {
+void Updater::wait_for_all() {
   std::unique_lock lock(mutex_);
-  changed_.wait(lock, [&] { return owed_ == 0 || error_ != nullptr; });
+  changed_.wait(lock, [&] { return pending_ == 0 || error_ != nullptr; });
   if (error_ != nullptr) std::rethrow_exception(error_);
 }
 
@@ -597,7 +597,7 @@ void Updater::make_parts(Record& record, RankedLock<LockRank::Updater>& lock) {
   lock.unlock();
   PAGODA_TRACE("optim", "update parts", {"page", page.page->name()}, {"parts", parts.size()});
   const Stopwatch working;
-  UpdateChunk chunk(pager_.tiers());  // nothing needs a buffer: see settles_parts()
+  UpdateChunk chunk(pager_.tiers());  // nothing needs a buffer: see can_wait_for_rows()
   auto next = parts.cbegin();
   naming_page(page, [&] {
     for (std::uint64_t index = record.computed; index < record.chunks(); ++index) {
@@ -647,7 +647,7 @@ void Updater::page_done(Record& record) {
           record.page->updated.size() == record.page->page->elements) {
         pager_.offer_next(*record.page->page, *record.next);
       }
-      --owed_;
+      --pending_;
       changed_.notify_all();
       return;
     }
@@ -658,7 +658,7 @@ void Updater::page_done(Record& record) {
   }
   publish(record);
   const std::lock_guard lock(mutex_);
-  --owed_;
+  --pending_;
   changed_.notify_all();
 }
 

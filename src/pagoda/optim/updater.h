@@ -18,8 +18,8 @@
 #include "pagoda/optim/state_layout.h"
 #include "pagoda/optim/trained_page.h"
 #include "pagoda/optim/update_chunk.h"
-#include "pagoda/pager/foresight.h"
 #include "pagoda/pager/pager.h"
+#include "pagoda/pager/pending_updates.h"
 
 namespace pagoda::optim {
 
@@ -34,12 +34,12 @@ struct UpdaterStats {
   Bytes nvme_written = 0;  // …
 };
 
-/// Makes the updates that pages owe, in the order it is given, on a thread of its own.
+/// Applies pending updates, in the order it is given, on a thread of its own.
 ///
 /// State that is not in memory streams through a fixed set of buffers: while one chunk is updated,
 /// the next are read and the last are written (docs/notes/lazy-updates.md). All members may be
 /// called from any thread.
-class Updater final : public pager::Debts {
+class Updater final : public pager::PendingUpdates {
  public:
   /// Buffers that are taken however small the host's budget is: reads and writes overlap with them.
   static constexpr unsigned kLeastBuffers = 4;
@@ -105,24 +105,24 @@ class Updater final : public pager::Debts {
   /// forward needs first must not wait for the rest. What is not in it comes last.
   void follow(std::span<TrainedPage* const> order);
 
-  void settle(pager::Page& page) override;
+  void wait_for_update(pager::Page& page) override;
   /// Where this rank updates all of the page, and nothing has to be read for it first.
-  bool settles_parts(const pager::Page& page, std::uint64_t wanted) override;
-  const std::byte* settle_parts(pager::Page& page, std::span<const pager::Range> parts) override;
+  bool can_wait_for_rows(const pager::Page& page, std::uint64_t wanted) override;
+  const std::byte* wait_for_rows(pager::Page& page, std::span<const pager::Range> parts) override;
   void about_to_write(pager::Page& page) override;
   void about_to_hold(pager::Page& page) override;
   pager::Range kept(const pager::Page& page, pager::Range shard) override;
   void overwritten(pager::Page& page, std::uint64_t begin, std::uint64_t count,
                    const std::byte* before, const std::byte* after) override;
   /// Returns when this rank's part of the page has seen `version` updates.
-  void settle_part(const pager::Page& page, std::uint64_t version);
+  void wait_for_shard(const pager::Page& page, std::uint64_t version);
   /// Returns when this rank's part of the page has seen every update started so far: its gradient
   /// has been used up.
-  void await_part(const pager::Page& page);
-  /// Returns when nothing is owed any more. Throws what went wrong.
-  void settle_all();
+  void wait_for_shard(const pager::Page& page);
+  /// Returns when no update is pending any more. Throws what went wrong.
+  void wait_for_all();
 
-  /// Everything owed fails with `error` from now on, and waiters are told.
+  /// Every pending update fails with `error` from now on, and whoever waits throws it.
   void fail(std::exception_ptr error) noexcept;
   UpdaterStats stats() const;
 
@@ -160,7 +160,7 @@ class Updater final : public pager::Debts {
   std::unordered_map<const pager::Page*, std::unique_ptr<Record>> records_;  // guarded by mutex_
   std::deque<Record*> queue_;  // guarded by mutex_; as sooner() says
   std::deque<Record*> asked_;  // for parts, which go before all else; guarded by mutex_
-  std::size_t owed_ = 0;       // pages queued or under way; guarded by mutex_
+  std::size_t pending_ = 0;    // pages queued or under way; guarded by mutex_
   std::exception_ptr error_;   // guarded by mutex_
   bool stopping_ = false;      // guarded by mutex_
   UpdaterStats stats_;         // guarded by mutex_

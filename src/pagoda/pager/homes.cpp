@@ -85,7 +85,7 @@ void Homes::write_back(PageRecord& page) {
 
 /// A fixed page is written in place: masters can only follow if what it held is kept. Pinned.
 void Homes::keep_before(PageRecord& page, Lock& lock) {
-  const bool has_master = debts_ != nullptr && page.element_size == 2;
+  const bool has_master = pending_updates_ != nullptr && page.element_size == 2;
   if (!page.fixed || !has_master || page.dirty() || page.before) return;
   lock.unlock();
   Home copy = tiers_.allocate(page.bytes(), Placement::Host, tag::kParameters, page.name());
@@ -104,9 +104,11 @@ void Homes::keep_before(PageRecord& page, Lock& lock) {
   if (!page.before) page.before = std::move(copy);
 }
 
-/// Tells the debts what user code has changed in a fixed page. Under mutex_, without the lock.
+/// Tells whoever makes the updates what user code has changed in a fixed page. Under mutex_,
+/// without the lock.
 void Homes::tell_fixed(PageRecord& page) {
-  const Range kept = debts_->kept(page, options_.sharding.of(page.elements, options_.rank));
+  const Range kept =
+      pending_updates_->kept(page, options_.sharding.of(page.elements, options_.rank));
   const Bytes size = page.element_size;
   const Bytes half = options_.staging / 2 / size * size;
   for (Bytes at = kept.begin * size; at < kept.end * size;) {
@@ -115,7 +117,7 @@ void Homes::tell_fixed(PageRecord& page) {
     const std::span before(staging_.data() + options_.staging / 2, piece);
     tiers_.read(page.home, at, after);
     tiers_.read(page.before, at, before);
-    debts_->overwritten(page, at / size, piece / size, before.data(), after.data());
+    pending_updates_->overwritten(page, at / size, piece / size, before.data(), after.data());
     at += piece;
   }
 }
@@ -165,7 +167,7 @@ void Homes::write_back(PageRecord& page, Lock& lock) {
 /// mutex_, without the lock.
 void Homes::store(PageRecord& page, const std::byte* from) {
   Home* target = &page.home;
-  const bool has_master = page.attached && debts_ != nullptr && page.element_size == 2;
+  const bool has_master = page.attached && pending_updates_ != nullptr && page.element_size == 2;
   if (page.shared || has_master) {
     if (!page.own_copy) {
       const Placement as_home = page.home.tier() == Tier::Nvme ? Placement::Nvme : Placement::Host;
@@ -190,18 +192,20 @@ void Homes::store(PageRecord& page, const std::byte* from) {
   if (target->tier() == Tier::Nvme) table_.stats(lock).host_to_nvme += page.bytes();
 }
 
-/// Elements `written` of a page get the bytes `after`: tells the debts what changes in the shard
-/// whose masters this rank keeps. The second half of the staging buffer has what was there before.
+/// Elements `written` of a page get the bytes `after`: tells whoever makes the updates what changes
+/// in the shard whose masters this rank keeps. The second half of the staging buffer has what was
+/// there before.
 void Homes::tell_overwritten(PageRecord& page, Range shard, Range written, const std::byte* after) {
-  if (debts_ == nullptr || page.blank()) return;
+  if (pending_updates_ == nullptr || page.blank()) return;
   std::byte* before = staging_.data() + options_.staging / 2;
-  const Range both = debts_->kept(page, shard);
+  const Range both = pending_updates_->kept(page, shard);
   const std::uint64_t first = std::max(both.begin, written.begin);
   const std::uint64_t last = std::min(both.end, written.end);
   if (first >= last) return;
   const Bytes size = page.element_size;
   tiers_.read(page.home, (first - page.home_range.begin) * size, {before, (last - first) * size});
-  debts_->overwritten(page, first, last - first, before, after + (first - written.begin) * size);
+  pending_updates_->overwritten(page, first, last - first, before,
+                                after + (first - written.begin) * size);
 }
 
 /// Does `work` on a page that nobody touches, fetches or reads meanwhile; `lock` is open, and

@@ -12,6 +12,7 @@
 #include "pagoda/pager/device_copies.h"
 #include "pagoda/pager/page_table.h"
 #include "pagoda/pager/pager_options.h"
+#include "pagoda/pager/pending_updates.h"
 
 namespace pagoda::pager {
 
@@ -27,8 +28,10 @@ class Homes {
   Homes(PageTable& table, Tiers& tiers, const PagerOptions& options, DeviceCopies& copies);
 
   /// Whose masters follow what user code writes; null: nobody's.
-  void set_debts(Debts* debts, const Lock& /*lock*/) { debts_ = debts; }
-  Debts* debts(const Lock& /*lock*/) const noexcept { return debts_; }
+  void set_pending_updates(PendingUpdates* updates, const Lock& /*lock*/) {
+    pending_updates_ = updates;
+  }
+  PendingUpdates* pending_updates(const Lock& /*lock*/) const noexcept { return pending_updates_; }
 
   /// A new page's home, with the contents at `bytes` (null: blank).
   void create(PageRecord& page, Placement placement, const std::byte* bytes,
@@ -67,8 +70,8 @@ class Homes {
   Tiers& tiers_;
   const PagerOptions& options_;
   DeviceCopies& copies_;
-  Debts* debts_ = nullptr;              // set while nobody writes
-  RankedMutex<LockRank::Homes> mutex_;  // one at a time: they share a stream and a buffer
+  PendingUpdates* pending_updates_ = nullptr;  // set while nobody writes
+  RankedMutex<LockRank::Homes> mutex_;         // one at a time: they share a stream and a buffer
   std::shared_ptr<device::Stream> stream_;
   HostBlock staging_;
 };

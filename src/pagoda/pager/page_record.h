@@ -112,9 +112,9 @@ struct alignas(64) PageRecord final : Page {
     return residency == Residency::Resident && pins == 0 && !fixed && (may_be_dirty || !dirty());
   }
   bool whole_home() const noexcept { return home_range.size() == elements; }
-  bool owes() const noexcept { return version < wanted; }
+  bool has_pending_update() const noexcept { return version < wanted; }
   /// A fetch would bring what is out of date soon, or has to wait.
-  bool awaited() const noexcept { return owes() || (superseded && next == nullptr); }
+  bool awaited() const noexcept { return has_pending_update() || (superseded && next == nullptr); }
   /// The copy on the device, if there is one, is of the version that anybody may see.
   bool current() const noexcept { return fixed || resident_version == wanted; }
 

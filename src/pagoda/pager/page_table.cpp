@@ -61,15 +61,15 @@ void PageTable::recount(PageRecord& page, const Lock& /*lock*/) noexcept {
   spare_ = spare ? spare_ + page.bytes() : spare_ - page.bytes();
 }
 
-void PageTable::owe(PageRecord& page, const Lock& /*lock*/) noexcept {
-  if (!page.owes()) ++owing_;
+void PageTable::add_pending_update(PageRecord& page, const Lock& /*lock*/) noexcept {
+  if (!page.has_pending_update()) ++pending_;
   ++page.wanted;
 }
 
-void PageTable::settle(PageRecord& page, std::uint64_t version, const Lock& lock) {
-  if (page.owes()) --owing_;
+void PageTable::set_version(PageRecord& page, std::uint64_t version, const Lock& lock) {
+  if (page.has_pending_update()) --pending_;
   page.version = version;
-  if (page.owes()) ++owing_;
+  if (page.has_pending_update()) ++pending_;
   note_fetchable(page, lock);
 }
 

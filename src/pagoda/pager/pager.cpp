@@ -70,8 +70,8 @@ void Pager::set_foresight(Foresight* foresight) {
   parts_->table.set_foresight(foresight, parts_->table.lock());
 }
 
-void Pager::set_debts(Debts* debts) {
-  parts_->homes.set_debts(debts, parts_->table.lock());
+void Pager::set_pending_updates(PendingUpdates* updates) {
+  parts_->homes.set_pending_updates(updates, parts_->table.lock());
 }
 
 void Pager::set_remote(RemoteShards* remote) {
@@ -170,8 +170,8 @@ Hold Pager::hold(Page& page, device::Stream* consumer, bool write, RawWrites wri
 }
 
 void Pager::await_other_ranks(Page& page) {
-  Debts* debts = parts_->homes.debts(parts_->table.lock());
-  if (debts != nullptr) debts->about_to_hold(page);
+  PendingUpdates* updates = parts_->homes.pending_updates(parts_->table.lock());
+  if (updates != nullptr) updates->about_to_hold(page);
 }
 
 void Pager::release_hold(Page& page) noexcept {
@@ -224,8 +224,8 @@ void Pager::refuse(std::string why) noexcept {
 
 // Versions.
 
-std::vector<Page*> Pager::owe(std::span<Page* const> pages) {
-  return parts_->versions.owe(pages);
+std::vector<Page*> Pager::mark_pending(std::span<Page* const> pages) {
+  return parts_->versions.mark_pending(pages);
 }
 
 void Pager::refresh(std::span<Page* const> pages) {
@@ -241,7 +241,8 @@ void Pager::refresh(std::span<Page* const> pages) {
 void Pager::bind_fixed() {
   const Lock lock = parts_->table.lock();
   for (PageRecord* page : parts_->table.pages(lock)) {
-    if (page != nullptr && page->fixed && !page->owes()) parts_->bindings.bind(*page, lock);
+    if (page != nullptr && page->fixed && !page->has_pending_update())
+      parts_->bindings.bind(*page, lock);
   }
 }
 
@@ -249,7 +250,7 @@ void Pager::updated(Page& page, std::uint64_t version) {
   parts_->versions.updated(record_of(page), version);
 }
 
-void Pager::await_version(const Page& page) {
+void Pager::wait_for_version(const Page& page) {
   parts_->versions.await(record_of(page));
 }
 

@@ -22,7 +22,7 @@ struct PagerStats {
   Nanos fetch_busy = 0;      // fetches took so long, one after the other
   Nanos fault_stall = 0;     // operators waited for faults
   Nanos late_stall = 0;      // …for late prefetches
-  Nanos update_stall = 0;    // …for updates that their page owed
+  Nanos update_stall = 0;    // …for pending updates
   Bytes nvme_to_host = 0;    // nc
   Bytes host_to_device = 0;  // cg
   Bytes gathered = 0;        // gg: other ranks' shards

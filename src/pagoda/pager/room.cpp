@@ -122,18 +122,18 @@ bool Room::others_will_free(std::span<const Access> accesses, const Lock& lock) 
 bool Room::take_afresh(std::span<const Access> accesses, Lock& lock) {
   ++starved_;  // nothing is fetched ahead into the room that this makes
   try {
-    for (bool settled = false; !settled;) {
-      settled = true;
+    for (bool done = false; !done;) {
+      done = true;
       for (const Access& access : accesses) {
         PageRecord& page = record_of(*access.page);
         // Those of this operator that are on their way must arrive before they can move.
         if (page.moving()) {
           table_.wait(lock);
-          settled = false;
+          done = false;
         } else if (page.residency == Residency::Resident && page.pins == 1 && !page.fixed) {
           if (page.dirty()) {
             homes_.write_back(page, lock);
-            settled = false;
+            done = false;
           } else {
             copies_.drop(page, lock);
           }

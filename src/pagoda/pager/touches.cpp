@@ -33,22 +33,22 @@ bool Touches::let_pass(std::span<const Access> accesses, Lock& lock) {
     table_.wait(lock);
     return true;
   }
-  const auto owing = std::find_if(accesses.begin(), accesses.end(), [](const Access& access) {
+  const auto pending = std::find_if(accesses.begin(), accesses.end(), [](const Access& access) {
     const PageRecord& page = record_of(*access.page);
-    return page.owes() || page.lookups > 0;
+    return page.has_pending_update() || page.lookups > 0;
   });
-  if (owing == accesses.end()) return false;
-  PageRecord& page = record_of(*owing->page);
+  if (pending == accesses.end()) return false;
+  PageRecord& page = record_of(*pending->page);
   if (page.lookups > 0) {  // another thread's operator has the storage, while it runs
     table_.wait(lock);
     return true;
   }
-  Debts* debts = homes_.debts(lock);
-  PAGODA_CHECK(debts != nullptr, "a page owes an update that nobody makes (page {})", page.name());
+  PendingUpdates* updates = homes_.pending_updates(lock);
+  PAGODA_CHECK(updates != nullptr, "nobody applies the pending update of page {}", page.name());
   PAGODA_TRACE("pager", "wait for update", {"page", page.name()});
   lock.unlock();
   const Stopwatch watch;
-  debts->settle(page);
+  updates->wait_for_update(page);
   lock.lock();
   note_stall(table_.stats(lock).update_stall, watch.elapsed_ns(), lock);
   return true;
@@ -65,7 +65,8 @@ bool Touches::bring(std::span<const Access> accesses, Lock& lock) {
   for (const Access& access : accesses) {
     PageRecord& page = record_of(*access.page);
     await(page, lock);
-    complete = complete && page.residency == Residency::Resident && !page.owes() && page.current();
+    complete = complete && page.residency == Residency::Resident && !page.has_pending_update() &&
+               page.current();
   }
   if (!complete) {
     unpin_all(accesses, lock);
@@ -82,17 +83,17 @@ void Touches::touch(std::span<const Access> accesses, std::uint8_t mode, device:
   Lock lock = table_.lock();
   bury(lock);
   if (captured) return touch_held(accesses, lock);
-  bool writes = homes_.debts(lock) != nullptr &&
+  bool writes = homes_.pending_updates(lock) != nullptr &&
                 std::any_of(accesses.begin(), accesses.end(),
                             [](const Access& access) { return access.write; });
   for (bool there = false; !there;) {
     bindings_.require_not_refused(lock);
     if (let_pass(accesses, lock)) continue;
     if (std::exchange(writes, false)) {
-      Debts* debts = homes_.debts(lock);
+      PendingUpdates* updates = homes_.pending_updates(lock);
       lock.unlock();
       for (const Access& access : accesses) {
-        if (access.write) debts->about_to_write(*access.page);
+        if (access.write) updates->about_to_write(*access.page);
       }
       lock.lock();
       continue;
@@ -136,7 +137,7 @@ void Touches::note_stall(Nanos& of, Nanos wait, const Lock& /*lock*/) noexcept {
 }
 
 /// Into a CUDA graph, which will read the same addresses whenever it is replayed: only what stays
-/// there may be read. It was there when it was held, and an update that it owes comes with the next
+/// there may be read. It was there when it was held, and a pending update is applied with the next
 /// operator outside of a graph.
 void Touches::touch_held(std::span<const Access> accesses, const Lock& lock) {
   for (const Access& access : accesses) {
@@ -299,20 +300,20 @@ bool Touches::begin_lookup(const Lookup& lookup, device::Stream* consumer) {
   ++page.lookups;
   ++page.readers;
   table_.pin(page, lock);
-  Debts* debts = homes_.debts(lock);
-  const bool owes = page.owes();
+  PendingUpdates* updates = homes_.pending_updates(lock);
+  const bool pending = page.has_pending_update();
   const std::byte* rows = page.home.data();
   const std::uint64_t wanted = page.wanted;
   lock.unlock();
   try {
-    if (debts != nullptr && !debts->settles_parts(page, wanted)) {
+    if (updates != nullptr && !updates->can_wait_for_rows(page, wanted)) {
       leave_lookup(page);
       return false;
     }
-    if (owes) {
+    if (pending) {
       const Stopwatch watch;
       PAGODA_TRACE("pager", "wait for update", {"page", page.name()}, {"rows", lookup.count});
-      rows = debts->settle_parts(page, elements_of(lookup.rows(), lookup));
+      rows = updates->wait_for_rows(page, elements_of(lookup.rows(), lookup));
       const Lock relock = table_.lock();
       note_stall(table_.stats(relock).update_stall, watch.elapsed_ns(), relock);
     }
@@ -350,8 +351,8 @@ void Touches::bury(const Lock& lock) {
     page.binding = nullptr;
     page.bound = false;
     page.shut = false;
-    const bool busy = page.moving() || page.readers > 0 || page.pins > 0 || page.owes() ||
-                      page.attached || home_reads::any(page, lock);
+    const bool busy = page.moving() || page.readers > 0 || page.pins > 0 ||
+                      page.has_pending_update() || page.attached || home_reads::any(page, lock);
     if (busy) return false;
     log::debug("pager", "page dropped with its storage", {{"page", page.name()}});
     table_.remove(page, lock);

@@ -92,7 +92,7 @@ pager::PageId Oracle::next_fetch(const pager::Occupancy& occupancy) {
   const std::size_t first = find_absent(view);
   if (first >= predictor_.size()) return pager::kNoPage;
   const PageId page = predictor_.page_ahead(first);
-  if (occupancy.owing() == 0 && view.page(page).bytes <= occupancy.free()) return page;
+  if (occupancy.pending_updates() == 0 && view.page(page).bytes <= occupancy.free()) return page;
   Schedule::Pause pause;
   if (const auto next = Schedule(predictor_, view, rate_).next_fetch(&pause)) {
     quiet_ = {};

@@ -14,7 +14,7 @@ namespace pagoda::prefetch {
 /// Where the bytes of a page are, as far as the arena is concerned.
 enum class Residency : std::uint8_t {
   Absent,    // no bytes of the arena
-  Awaited,   // none either, and cannot be fetched yet: it owes an update
+  Awaited,   // none either, and cannot be fetched yet: its update is pending
   Fetching,  // has its bytes of the arena; they are on their way
   Resident,  // there, and may be evicted unless it is pinned
 };
