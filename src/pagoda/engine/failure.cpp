@@ -143,7 +143,7 @@ void Failure::close() noexcept {
   changed_.wait(lock, [&] { return telling_ == 0; });
 }
 
-bool Failure::await(std::chrono::duration<double> limit) const {
+bool Failure::wait(std::chrono::duration<double> limit) const {
   std::unique_lock lock(mutex_);
   return changed_.wait_for(lock, limit, [&] { return error_ != nullptr || ending_; });
 }
@@ -226,7 +226,7 @@ std::string Failure::story_of(int rank, std::string known) const noexcept {
   return known;
 }
 
-void Failure::await_heard(std::chrono::duration<double> limit) const noexcept {
+void Failure::wait_until_heard(std::chrono::duration<double> limit) const noexcept {
   constexpr auto kLook = std::chrono::milliseconds(10);
   const Stopwatch watch;
   try {

@@ -75,7 +75,7 @@ class Failure {
   /// Nobody is told any more. Returns when nobody is being told.
   void close() noexcept;
   /// Waits for a failure or the end, at most so long; whether one of them came.
-  bool await(std::chrono::duration<double> limit) const;
+  bool wait(std::chrono::duration<double> limit) const;
 
   /// This rank's engine has ended in good order, `where`: so the board says.
   void post_end(std::string_view where);
@@ -88,7 +88,7 @@ class Failure {
   std::string story_of(int rank, std::string known) const noexcept;
   /// After a failure: waits until the other ranks have heard of it or have ended, at most so long.
   /// The board may be in this process, and go with it.
-  void await_heard(std::chrono::duration<double> limit) const noexcept;
+  void wait_until_heard(std::chrono::duration<double> limit) const noexcept;
 
  private:
   std::exception_ptr root_cause(std::exception_ptr error) noexcept;

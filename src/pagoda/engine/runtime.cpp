@@ -125,11 +125,11 @@ void Runtime::build() {
       },
       [this](Page& page) {
         if (early_->in_window()) early_->require_may_write(*trained(page));
-        if (shards_ != nullptr) shards_->await_served(page);
+        if (shards_ != nullptr) shards_->wait_for_other_ranks(page);
         check();
       },
       [this](Page& page) {
-        if (shards_ != nullptr) shards_->await_served(page);
+        if (shards_ != nullptr) shards_->wait_for_other_ranks(page);
         check();
       });
   frozen_ = std::make_unique<FrozenParameters>(FrozenParameters::Options{
@@ -201,7 +201,7 @@ Runtime::~Runtime() {
   ranks_.disconnect();
   // Their connections are closed: the others look at the board now, which may be in this process.
   if (cause && !alone()) {
-    failure_.await_heard(
+    failure_.wait_until_heard(
         std::chrono::duration<double>(std::min(config_.timeout, 2 * config_.heartbeat + 1)));
   }
 }
@@ -267,8 +267,7 @@ void Runtime::fail_and_throw() {
 /// This rank can no longer answer the others. If that is because one of them is gone, whoever
 /// notices which one says so; within the time that a silent rank is given.
 void Runtime::pulls_ended(const std::string& reason) {
-  if (failure_.await(std::chrono::duration<double>(config_.timeout + 2 * config_.heartbeat)))
-    return;
+  if (failure_.wait(std::chrono::duration<double>(config_.timeout + 2 * config_.heartbeat))) return;
   fail(std::make_exception_ptr(
       EngineError(fmt::format("pages can no longer be served: {}", reason))));
 }

@@ -230,7 +230,7 @@ void ShardExchange::served(const Page& page, std::uint64_t version, Bytes bytes)
 
 /// Where every rank keeps whole pages, the others read this rank's part of each version once: user
 /// code may change it after that.
-void ShardExchange::await_served(const Page& page) {
+void ShardExchange::wait_for_other_ranks(const Page& page) {
   if (!options_.whole_pages) return;
   const std::uint64_t version = pager_.look(page).version;
   if (version == 0) return;

@@ -69,7 +69,7 @@ class ShardExchange final : public pager::RemoteShards {
   /// Returns when no page lacks other ranks' parts.
   void wait_for_completion();
   /// User code is about to write: returns when the others have read this rank's part.
-  void await_served(const pager::Page& page);
+  void wait_for_other_ranks(const pager::Page& page);
 
   /// Ends all waiting.
   void fail(const std::string& why) noexcept;

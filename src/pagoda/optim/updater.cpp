@@ -561,7 +561,7 @@ void Updater::fill_slots(RankedLock<LockRank::Updater>& lock) {
 void Updater::compute(Slot& slot) {
   Record& record = *slot.record;
   const Stopwatch waiting;
-  slot.chunk.await();
+  slot.chunk.wait();
   const Nanos waited = waiting.elapsed_ns();
 
   const pager::Range elements = slot.chunk.elements();
@@ -621,7 +621,7 @@ void Updater::make_parts(Record& record, RankedLock<LockRank::Updater>& lock) {
 
 void Updater::finish(Slot& slot) {
   const Stopwatch waiting;
-  slot.chunk.await();
+  slot.chunk.wait();
   Record& record = *std::exchange(slot.record, nullptr);
   {
     const std::lock_guard lock(mutex_);

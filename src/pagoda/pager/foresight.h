@@ -17,7 +17,7 @@ struct Outlook {
   enum class Where : std::uint8_t {
     Nowhere,   ///< gone, or with nothing to be fetched: neither to come nor to go
     Absent,    ///< can be fetched
-    Awaited,   ///< cannot be fetched yet: its next version is being made
+    Pending,   ///< cannot be fetched yet: its next version is being made
     Moving,    ///< on its way in or out
     Resident,  ///< there
   };

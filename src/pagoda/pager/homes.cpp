@@ -216,7 +216,7 @@ void Homes::alone_with(PageRecord& page, Lock& lock, const Work& work) {
   table_.set_residency(page, Residency::Leaving, lock);
   std::exception_ptr error;
   try {
-    home_reads::await(page, lock);
+    home_reads::wait(page, lock);
     lock.unlock();
     const std::lock_guard writing(mutex_);
     work();
@@ -304,7 +304,7 @@ void Homes::write(PageRecord& page, Bytes piece, const WritePiece& write) {
   if (!page.fixed) table_.set_residency(page, Residency::Leaving, lock);
   std::exception_ptr error;
   try {
-    home_reads::await(page, lock);
+    home_reads::wait(page, lock);
     lock.unlock();
     const std::lock_guard writing(mutex_);
     if (page.written.event != nullptr) page.written.event->wait();

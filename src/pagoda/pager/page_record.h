@@ -114,7 +114,9 @@ struct alignas(64) PageRecord final : Page {
   bool whole_home() const noexcept { return home_range.size() == elements; }
   bool has_pending_update() const noexcept { return version < wanted; }
   /// A fetch would bring what is out of date soon, or has to wait.
-  bool awaited() const noexcept { return has_pending_update() || (superseded && next == nullptr); }
+  bool awaits_update() const noexcept {
+    return has_pending_update() || (superseded && next == nullptr);
+  }
   /// The copy on the device, if there is one, is of the version that anybody may see.
   bool current() const noexcept { return fixed || resident_version == wanted; }
 

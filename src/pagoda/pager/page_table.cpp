@@ -86,7 +86,7 @@ Outlook PageTable::page(PageId id) const {
   switch (page->residency) {
     case Residency::Absent:
       out.where = page->blank() || page->dead ? Where::Nowhere
-                  : page->awaited()           ? Where::Awaited
+                  : page->awaits_update()     ? Where::Pending
                                               : Where::Absent;
       break;
     case Residency::Fetching:

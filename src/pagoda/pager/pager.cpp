@@ -62,7 +62,7 @@ Pager::~Pager() {
   for (PageRecord* page : parts_->table.pages(lock)) {
     if (page == nullptr) continue;
     if (page->bound) parts_->bindings.unbind(*page, lock);
-    home_reads::let_end(*page, lock);
+    home_reads::wait_ignoring_errors(*page, lock);
   }
 }
 
@@ -139,7 +139,8 @@ void Pager::drop(Page& page) {
   for (;;) {
     parts_->table.wait(lock, [&] { return !record.moving() && record.readers == 0; });
     if (!home_reads::any(record, lock)) break;
-    home_reads::let_end(record, lock);  // the lock is open: it may be fetched ahead meanwhile
+    home_reads::wait_ignoring_errors(record,
+                                     lock);  // the lock is open: it may be fetched ahead meanwhile
   }
   record.binding = nullptr;
   parts_->table.graveyard().forget(record);
@@ -160,8 +161,8 @@ void Pager::unpin(std::span<const Access> accesses, device::Stream* consumer) no
 Hold Pager::hold(Page& page, device::Stream* consumer, bool write, RawWrites writes) {
   const Access access{&page, write};
   Pin pin = touch({&access, 1}, 0, consumer);
-  if (consumer != nullptr) parts_->touches.await_copies({&access, 1});  // for any stream
-  await_other_ranks(page);
+  if (consumer != nullptr) parts_->touches.wait_for_copies({&access, 1});  // for any stream
+  wait_for_other_ranks(page);
   Lock lock = parts_->table.lock();
   parts_->holds.add(record_of(page), write, writes, lock);
   thread_pins::forget(page);  // touch() has just put it there; any thread may let go of a hold
@@ -169,7 +170,7 @@ Hold Pager::hold(Page& page, device::Stream* consumer, bool write, RawWrites wri
   return {*this, page};
 }
 
-void Pager::await_other_ranks(Page& page) {
+void Pager::wait_for_other_ranks(Page& page) {
   PendingUpdates* updates = parts_->homes.pending_updates(parts_->table.lock());
   if (updates != nullptr) updates->about_to_hold(page);
 }
@@ -180,7 +181,7 @@ void Pager::release_hold(Page& page) noexcept {
   parts_->holds.remove(record, lock);
   record.user_wrote = record.user_wrote || record.dirty();
   parts_->bindings.unpinned(record, lock);
-  parts_->room.pins_went(lock);
+  parts_->room.notify_unpinned(lock);
 }
 
 Pin Pager::look_up(const Lookup& lookup, device::Stream* consumer) {
@@ -232,7 +233,7 @@ void Pager::refresh(std::span<Page* const> pages) {
   for (Page* page : pages) {
     const Access access{page, false};
     touch({&access, 1}, 0, nullptr).release();
-    await_other_ranks(*page);
+    wait_for_other_ranks(*page);
     Lock lock = parts_->table.lock();
     if (record_of(*page).holds > 0) parts_->holds.keep(record_of(*page), lock);
   }
@@ -251,7 +252,7 @@ void Pager::updated(Page& page, std::uint64_t version) {
 }
 
 void Pager::wait_for_version(const Page& page) {
-  parts_->versions.await(record_of(page));
+  parts_->versions.wait_for_version(record_of(page));
 }
 
 bool Pager::supersede(Page& page) {
@@ -375,7 +376,7 @@ void Pager::fix(Page& page) {
   PAGODA_CHECK(record.whole_home(), "a sharded page cannot stay whole on the device");
   if (record.fixed) return;
   parts_->table.wait(lock, [&] { return record.readers == 0; });
-  home_reads::await(record, lock);
+  home_reads::wait(record, lock);
   record.home = tiers_.as_home(std::move(record.block));
   record.fixed = true;
   parts_->bindings.changed(record, lock);

@@ -198,7 +198,7 @@ class Pager {
 
   void unpin(std::span<const Access> accesses, device::Stream* consumer) noexcept;
   void release_hold(Page& page) noexcept;
-  void await_other_ranks(Page& page);
+  void wait_for_other_ranks(Page& page);
   void end_lookup(Page& page, device::Stream* consumer) noexcept;
   void remove_reader(Page& page) noexcept;
 

@@ -41,7 +41,7 @@ void Room::fetch_ahead(const Lock& lock) {
     const PageId id = foresight->next_fetch(table_);
     if (id == kNoPage) return;
     PageRecord& page = *table_.pages(lock)[id];
-    if (page.residency != Residency::Absent || page.awaited() || page.blank()) return;
+    if (page.residency != Residency::Absent || page.awaits_update() || page.blank()) return;
     if (page.fetch_error != nullptr) return;  // whoever touches it shall see that first
     while (!copies_.try_take(page, lock)) {
       PageRecord* goes = victim(id, false, lock);
@@ -54,13 +54,13 @@ void Room::fetch_ahead(const Lock& lock) {
   }
 }
 
-void Room::await(Lock& lock) {
+void Room::wait_for_room(Lock& lock) {
   ++starved_;
   table_.wait(lock);
   --starved_;
 }
 
-void Room::pins_went(const Lock& /*lock*/) noexcept {
+void Room::notify_unpinned(const Lock& /*lock*/) noexcept {
   if (starved_ > 0) table_.notify();
 }
 

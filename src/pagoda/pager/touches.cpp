@@ -58,13 +58,13 @@ bool Touches::let_pass(std::span<const Access> accesses, Lock& lock) {
 bool Touches::bring(std::span<const Access> accesses, Lock& lock) {
   if (!room_.bring(accesses, lock)) {  // no room until another thread is done with its pages
     unpin_all(accesses, lock);
-    room_.await(lock);
+    room_.wait_for_room(lock);
     return false;
   }
   bool complete = true;
   for (const Access& access : accesses) {
     PageRecord& page = record_of(*access.page);
-    await(page, lock);
+    wait_for_page(page, lock);
     complete = complete && page.residency == Residency::Resident && !page.has_pending_update() &&
                page.current();
   }
@@ -116,7 +116,7 @@ void Touches::touch(std::span<const Access> accesses, std::uint8_t mode, device:
     }
     room_.fetch_ahead(lock);
     lock.unlock();
-    if (consumer == nullptr) await_copies(accesses);
+    if (consumer == nullptr) wait_for_copies(accesses);
     tell_checker(accesses, consumer);
   } catch (...) {
     if (!lock.owns_lock()) lock.lock();
@@ -160,7 +160,7 @@ void Touches::touch_held(std::span<const Access> accesses, const Lock& lock) {
   }
 }
 
-void Touches::await_copies(std::span<const Access> accesses) {
+void Touches::wait_for_copies(std::span<const Access> accesses) {
   if (fetcher_.copies_at_once()) return;
   if (options_.dropped_wait == DroppedWait::Ready) return;
   for (const Access& access : accesses) {
@@ -194,7 +194,7 @@ void Touches::tell_checker(std::span<const Access> accesses, device::Stream* con
 }
 
 /// Waits until the page is neither on its way in nor out; throws what kept it from coming in.
-void Touches::await(PageRecord& page, Lock& lock) {
+void Touches::wait_for_page(PageRecord& page, Lock& lock) {
   if (page.residency != Residency::Resident) {
     PAGODA_TRACE("pager", "wait for page", {"page", page.name()}, {"bytes", page.bytes()});
     const bool late = page.prefetched;
@@ -274,7 +274,7 @@ void Touches::unpin_all(std::span<const Access> accesses, const Lock& lock) noex
     table_.unpin(page, lock);
     bindings_.unpinned(page, lock);
   }
-  room_.pins_went(lock);
+  room_.notify_unpinned(lock);
 }
 
 bool Touches::begin_lookup(const Lookup& lookup, device::Stream* consumer) {

@@ -31,7 +31,7 @@ class Touches {
   void unpin(std::span<const Access> accesses, device::Stream* consumer) noexcept;
   /// The operator may use the bytes on this thread, or on any stream, once the copies that are
   /// still under way are over.
-  void await_copies(std::span<const Access> accesses);
+  void wait_for_copies(std::span<const Access> accesses);
 
   /// False: the page must be touched.
   bool begin_lookup(const Lookup& lookup, device::Stream* consumer);
@@ -45,7 +45,7 @@ class Touches {
   bool let_pass(std::span<const Access> accesses, Lock& lock);
   bool bring(std::span<const Access> accesses, Lock& lock);
   void note_stall(Nanos& of, Nanos wait, const Lock& lock) noexcept;
-  void await(PageRecord& page, Lock& lock);
+  void wait_for_page(PageRecord& page, Lock& lock);
   void use(PageRecord& page, bool write, std::uint8_t mode, device::Stream* consumer,
            const Lock& lock);
   void unpin_all(std::span<const Access> accesses, const Lock& lock) noexcept;

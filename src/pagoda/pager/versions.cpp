@@ -35,7 +35,7 @@ std::vector<Page*> Versions::mark_pending(std::span<Page* const> pages) {
       const std::exception_ptr error = std::exchange(page.fetch_error, nullptr);
       if (!refused_by_rank(error)) std::rethrow_exception(error);
     }
-    home_reads::await(page, lock);
+    home_reads::wait(page, lock);
     page.next = nullptr;  // nobody fetches from there any more: it may become home
     if (page.residency != Residency::Resident) continue;
     if (page.current() && !page.fixed) continue;  // it was fetched ahead
@@ -62,7 +62,7 @@ void Versions::updated(PageRecord& page, std::uint64_t version) {
   room_.fetch_ahead(lock);
 }
 
-void Versions::await(const PageRecord& page) {
+void Versions::wait_for_version(const PageRecord& page) {
   Lock lock = table_.lock();
   table_.wait(lock, [&] { return !page.has_pending_update() || !bindings_.refused(lock).empty(); });
   if (page.has_pending_update()) bindings_.require_not_refused(lock);
@@ -90,7 +90,7 @@ void Versions::withdraw_next(PageRecord& page) {
   table_.wait(lock, [&] { return !page.moving(); });
   if (page.residency != Residency::Resident || page.current()) return;
   copies_.drop(page, lock);
-  home_reads::let_end(page, lock);
+  home_reads::wait_ignoring_errors(page, lock);
 }
 
 void Versions::end_supersede(PageRecord& page) {

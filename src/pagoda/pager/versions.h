@@ -20,7 +20,7 @@ class Versions {
   /// Pager's functions of the same names say what they do.
   std::vector<Page*> mark_pending(std::span<Page* const> pages);
   void updated(PageRecord& page, std::uint64_t version);
-  void await(const PageRecord& page);
+  void wait_for_version(const PageRecord& page);
   bool supersede(PageRecord& page);
   void end_supersede(PageRecord& page);
   void offer_next(PageRecord& page, const Home& next);

@@ -22,8 +22,8 @@ class Oracle::View final : public ArenaView {
       case Where::Absent:
         state.residency = Residency::Absent;
         break;
-      case Where::Awaited:
-        state.residency = Residency::Awaited;
+      case Where::Pending:
+        state.residency = Residency::Pending;
         break;
       case Where::Resident:
         state.residency = Residency::Resident;

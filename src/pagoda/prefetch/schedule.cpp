@@ -11,7 +11,7 @@ std::optional<PageId> Schedule::next_fetch(Pause* pause) const {
   // Looking again after a sixteenth of what was looked at makes it cheap for every touch, and is
   // soon enough to use what was free until then.
   constexpr std::size_t kShare = 16;
-  Bytes free = arena_.free();              // less what awaited pages before that will take
+  Bytes free = arena_.free();              // less what pending pages before that take
   Bytes room = free + arena_.evictable();  // less what is used before the page looked at
   Bytes due = 0;                           // bytes that must arrive until then
   std::optional<PageId> next;
@@ -29,12 +29,12 @@ std::optional<PageId> Schedule::next_fetch(Pause* pause) const {
     }
     due += page.bytes;
     if (page.residency != Residency::Fetching) {
-      const bool awaited = page.residency == Residency::Awaited;
-      if (!next && !awaited && page.bytes <= free) return id;
+      const bool pending = page.residency == Residency::Pending;
+      if (!next && !pending && page.bytes <= free) return id;
       // All that is used until here does not fit at once: what comes later cannot be due now.
       if (page.bytes > room) break;
       room -= page.bytes;
-      if (awaited) {
+      if (pending) {
         free -= std::min(free, page.bytes);
       } else if (!next) {
         next = id;

@@ -14,7 +14,7 @@ namespace pagoda::prefetch {
 /// Where the bytes of a page are, as far as the arena is concerned.
 enum class Residency : std::uint8_t {
   Absent,    // no bytes of the arena
-  Awaited,   // none either, and cannot be fetched yet: its update is pending
+  Pending,   // none either, and cannot be fetched yet: its update is pending
   Fetching,  // has its bytes of the arena; they are on their way
   Resident,  // there, and may be evicted unless it is pinned
 };
@@ -64,7 +64,7 @@ class Schedule {
 
   /// The absent page to fetch now, if any; `pause` (may be null) is set if there is none. Pages are
   /// fetched in the order of their use. The next one starts at once when it fits into what is free,
-  /// less what awaited pages before it will take; when room must be made, only as late as the
+  /// less what pending pages before it will take; when room must be made, only as late as the
   /// deadlines of all that comes allow, and never by evicting what is used before it: as long as it
   /// does not fit, choose_victim() then names pages that are used later, or not at all.
   std::optional<PageId> next_fetch(Pause* pause = nullptr) const;

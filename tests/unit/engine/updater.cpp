@@ -303,7 +303,7 @@ class EarlyUpdatesOf : public testing::WithParamInterface<StateLayout::Master>,
     return values(plain);
   }
   /// Waits until so many of `elements`, from a count of before on, have been updated.
-  std::uint64_t await_elements(std::uint64_t before, std::uint64_t enough) {
+  std::uint64_t wait_for_elements(std::uint64_t before, std::uint64_t enough) {
     std::uint64_t made = 0;
     while ((made = updater_->stats().elements - before) < enough) std::this_thread::yield();
     return made;
@@ -322,7 +322,7 @@ TEST_P(EarlyUpdatesOf, AreNotSeenBeforeTheirStep) {
     updater_->wait_for_all();
     const std::uint64_t before = updater_->stats().elements;
     start_early({&early}, reversible);
-    await_elements(before, elements * (round / 3) / 3);
+    wait_for_elements(before, elements * (round / 3) / 3);
     EXPECT_TRUE(updater_->early(early));
     ASSERT_THAT(values(early), testing::Each(once[0])) << "round " << round;
     ASSERT_EQ(early.parameters[0].updates, 1U);
@@ -402,7 +402,7 @@ TEST_P(EarlyUpdatesOf, LeaveNothingBehindWhenRolledBack) {
     clipped_step({&page}, [] {});  // rolled back at once, or nearly
     const std::uint64_t before = updater_->stats().elements;
     std::uint64_t made = 0;
-    clipped_step({&page}, [&] { made = await_elements(before, elements * (round % 9) / 8); });
+    clipped_step({&page}, [&] { made = wait_for_elements(before, elements * (round % 9) / 8); });
     whole = whole || made == elements;
     half = half || (made > 0 && made < elements);
     ASSERT_THAT(values(page), testing::Each(right)) << "round " << round;

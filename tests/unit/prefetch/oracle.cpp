@@ -25,7 +25,7 @@ class OracleTest : public testing::Test, public pager::Occupancy {
   Bytes free() const override { return 4 * kPage; }
   Bytes evictable() const override { return 0; }
   std::size_t pending_updates() const override {
-    return static_cast<std::size_t>(std::count(where_.begin(), where_.end(), Where::Awaited));
+    return static_cast<std::size_t>(std::count(where_.begin(), where_.end(), Where::Pending));
   }
   std::uint64_t changes() const override { return changes_; }
 
@@ -34,7 +34,7 @@ class OracleTest : public testing::Test, public pager::Occupancy {
     return oracle_.next_fetch(*this);
   }
   void mark_pending(PageId first, PageId last) {
-    for (PageId id = first; id <= last; ++id) where_[id] = Where::Awaited;
+    for (PageId id = first; id <= last; ++id) where_[id] = Where::Pending;
   }
   void updated(PageId id) {
     where_[id] = Where::Absent;

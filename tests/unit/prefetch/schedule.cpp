@@ -116,7 +116,7 @@ TEST_F(ScheduleTest, WhatIsOnItsWayDelaysTheRest) {
 
 TEST_F(ScheduleTest, AnAwaitedPageHasItsRoomKept) {
   fetch_takes(0.001);
-  for (const PageId page : {0U, 1U, 2U, 3U}) arena_.set(page, Residency::Awaited);
+  for (const PageId page : {0U, 1U, 2U, 3U}) arena_.set(page, Residency::Pending);
   EXPECT_EQ(schedule_.next_fetch(), std::nullopt) << "page 4 would have to go for page 3";
   arena_.set(3, Residency::Absent);
   EXPECT_EQ(schedule_.next_fetch(), 3U) << "the others fit beside it";
@@ -128,7 +128,7 @@ TEST_F(ScheduleTest, AnAwaitedPageHasItsRoomKept) {
 
 TEST_F(ScheduleTest, AnAwaitedPageIsPartOfWhatIsDue) {
   make_resident({0, 5, 6, 7});
-  arena_.set(1, Residency::Awaited);
+  arena_.set(1, Residency::Pending);
   fetch_takes(0.4);  // page 2 is used 2 ms after the next touch: page 1 and it take 0.8 ms
   EXPECT_EQ(schedule_.next_fetch(), std::nullopt);
   fetch_takes(0.5);
