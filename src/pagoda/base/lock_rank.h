@@ -21,7 +21,7 @@ enum class LockRank : std::uint8_t {
   StorageTable,
   ParameterTable,
   // engine/, optim/ and pager/
-  Whereabouts,
+  RankStatus,
   EarlyUpdates,
   Reducer,
   Parking,
@@ -30,7 +30,7 @@ enum class LockRank : std::uint8_t {
   Updater,
   PageTable,
   StorageDeath,
-  Graveyard,
+  DeadPages,
   StagingPool,
   HostMemory,
   FrozenParameters,

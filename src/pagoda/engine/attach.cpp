@@ -52,7 +52,7 @@ std::vector<Page*> Runtime::attach(const std::function<ModelSpec()>& describe) {
   check();
   PAGODA_REQUIRE(!attached(), "a model is attached already: release() it first");
   PAGODA_TRACE("engine", "attach");
-  const Whereabouts::Inside inside(ranks_.whereabouts(), where_in(Call::Attach));
+  const RankStatus::InCall inside(ranks_.status(), where_in(Call::Attach));
   meet(in_call(Call::Attach));
   try {
     ModelSpec model;
@@ -213,7 +213,7 @@ void Runtime::undo_attach(const std::function<void()>& copy) {
 }
 
 void Runtime::release(const std::function<void()>& copy) {
-  const Whereabouts::Inside inside(ranks_.whereabouts(), where_in(Call::Release));
+  const RankStatus::InCall inside(ranks_.status(), where_in(Call::Release));
   meet(in_call(Call::Release));
   try {
     wait_for_updates();  // what early updates have computed was never seen, and is forgotten

@@ -85,7 +85,7 @@ class Failure {
   /// What the board says of a rank that can no longer be reached: why it failed or where it ended.
   std::optional<std::string> fate_of(int rank) const;
   /// What to say of a rank: what the board says of it, or else `known`.
-  std::string story_of(int rank, std::string known) const noexcept;
+  std::string describe(int rank, std::string known) const noexcept;
   /// After a failure: waits until the other ranks have heard of it or have ended, at most so long.
   /// The board may be in this process, and go with it.
   void wait_until_heard(std::chrono::duration<double> limit) const noexcept;
@@ -105,7 +105,7 @@ class Failure {
   std::string why_;                  // guarded by mutex_
   bool ending_ = false;              // guarded by mutex_
   bool closed_ = false;              // guarded by mutex_
-  int telling_ = 0;                  // guarded by mutex_: threads that tell listeners
+  int notifying_ = 0;                // guarded by mutex_: threads that call listeners
 };
 
 }  // namespace pagoda::engine

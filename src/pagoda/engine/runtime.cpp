@@ -210,7 +210,7 @@ std::string Runtime::close(const std::function<void()>& give_back) noexcept {
   failure_.ending();
   if (std::exchange(closed_, true)) return {};
   try {
-    linger();
+    wait_for_others_to_close();
     give_back_together(give_back);
     return {};
   } catch (const std::exception& error) {  // the board may be gone: so are the others
@@ -223,12 +223,12 @@ std::string Runtime::close(const std::function<void()>& give_back) noexcept {
 
 /// Other ranks may still read this one's shards: it stays until they have ended, too, or do nothing
 /// any more.
-void Runtime::linger() {
+void Runtime::wait_for_others_to_close() {
   failure_.check();
   if (alone()) return;
   constexpr auto kLook = std::chrono::milliseconds(2);
   const std::string where = where_in(Call::Close);
-  ranks_.whereabouts().ends(where);
+  ranks_.status().ends(where);
   failure_.post_end(where);
   reducer_->announce(in_call(Call::Close));
   while (!reducer_->met() && !failed() && !ranks_.others_idle()) std::this_thread::sleep_for(kLook);
@@ -275,14 +275,14 @@ void Runtime::pulls_ended(const std::string& reason) {
 std::string Runtime::where_in(Call call) const {
   Collective out;
   out.call = call;
-  out.steps = ranks_.whereabouts().steps();
+  out.steps = ranks_.status().steps();
   return out.where();
 }
 
 Collective Runtime::in_call(Call call) const {
   Collective out;
   out.call = call;
-  out.steps = ranks_.whereabouts().steps();
+  out.steps = ranks_.status().steps();
   out.rules = rules_.hash();
   if (!alone()) out.writes = UserWrites(*pager_, pages_).hash();
   return out;
@@ -340,7 +340,7 @@ pager::RawWrites Runtime::raw_writes(const Page& page) {
 }
 
 void Runtime::check_raw_writes() {
-  const std::vector<std::string> written = pager_->take_told_writes();
+  const std::vector<std::string> written = pager_->take_reported_writes();
   if (written.empty()) return;
   early_->require_no_window(
       fmt::format("a write to parameter '{}' under engine.pin()", written[0]));
@@ -407,7 +407,7 @@ void Runtime::finish() {
 }
 
 void Runtime::barrier() {
-  const Whereabouts::Inside inside(ranks_.whereabouts(), where_in(Call::Barrier));
+  const RankStatus::InCall inside(ranks_.status(), where_in(Call::Barrier));
   meet(in_call(Call::Barrier));
 }
 
@@ -415,7 +415,7 @@ void Runtime::begin_call(std::string label, const std::string& name, const std::
   label_ = std::move(label);
   Collective mine = in_call(Call::Barrier);
   mine.label = label_;
-  in_their_call_ = std::make_unique<Whereabouts::Inside>(ranks_.whereabouts(), mine.where());
+  in_their_call_ = std::make_unique<RankStatus::InCall>(ranks_.status(), mine.where());
   meet(std::move(mine));
   if (alone() || name.empty()) return;
   Settings arguments;
@@ -454,7 +454,7 @@ void Runtime::check_order() const {
 double Runtime::grad_norm() {
   check();
   early_->require_gradients("grad_norm()");
-  const Whereabouts::Inside inside(ranks_.whereabouts(), where_in(Call::GradNorm));
+  const RankStatus::InCall inside(ranks_.status(), where_in(Call::GradNorm));
   meet(in_call(Call::GradNorm));
   require_none_refused();
   return norm_together();
@@ -481,7 +481,7 @@ double Runtime::norm_together() {
 void Runtime::zero_grad() {
   check();
   early_->require_no_window("zero_grad()");
-  const Whereabouts::Inside inside(ranks_.whereabouts(), where_in(Call::ZeroGrad));
+  const RankStatus::InCall inside(ranks_.status(), where_in(Call::ZeroGrad));
   meet(in_call(Call::ZeroGrad));
   clear_gradients();
 }
@@ -503,7 +503,7 @@ void Runtime::read_gradient(const Page& page, std::span<float> to) {
   Collective mine = in_call(Call::Grad);
   mine.detail = fmt::format("'{}'", page.name());
   mine.value = trained->number;
-  const Whereabouts::Inside inside(ranks_.whereabouts(), mine.where());
+  const RankStatus::InCall inside(ranks_.status(), mine.where());
   meet(std::move(mine));
   PAGODA_REQUIRE(
       trained->gradient,

@@ -208,7 +208,7 @@ class Runtime {
   std::span<std::byte> gather_buffer() noexcept;
   void wait_for_updates();
   void check_order() const;
-  void linger();
+  void wait_for_others_to_close();
   void give_back_together(const std::function<void()>& give_back);
   [[noreturn]] void fail_and_throw();
   void pulls_ended(const std::string& reason);
@@ -242,7 +242,7 @@ class Runtime {
   std::vector<std::unique_ptr<optim::TrainedPage>> trained_;  // in the order of their numbers
   std::vector<Collective> ranks_met_;                         // in the call under way
   std::string label_;                                         // of somebody else's call
-  std::unique_ptr<Whereabouts::Inside> in_their_call_;
+  std::unique_ptr<RankStatus::InCall> in_their_call_;
   optim::LossScale scale_;
   StepTrace trace_;
   std::uint64_t steps_ = 0;

@@ -40,7 +40,7 @@ void Runtime::warn_of_skipped_steps() const {
 StepResult Runtime::step(const std::function<void(Page&)>& bumped) {
   check();
   check_raw_writes();
-  const Whereabouts::Inside inside(ranks_.whereabouts(), where_in(Call::Step));
+  const RankStatus::InCall inside(ranks_.status(), where_in(Call::Step));
   meet(in_call(Call::Step));
   const StepResult result = step_together(false, bumped);
   trace_.stepped(steps_);
@@ -48,7 +48,7 @@ StepResult Runtime::step(const std::function<void(Page&)>& bumped) {
 }
 
 void Runtime::join(const std::function<void(Page&)>& bumped) {
-  const Whereabouts::Inside inside(ranks_.whereabouts(), where_in(Call::Join));
+  const RankStatus::InCall inside(ranks_.status(), where_in(Call::Join));
   for (;;) {
     const Collective all = meet(in_call(Call::Join));
     switch (all.call) {
@@ -158,7 +158,7 @@ StepResult Runtime::step_together(bool joined, const std::function<void(Page&)>&
     }
     if (!pages.empty()) ++steps_;
     result.step = steps_;
-    ranks_.whereabouts().stepped(steps_);
+    ranks_.status().stepped(steps_);
     std::vector<Page*> pending;
     pending.reserve(pages.size());
     for (const TrainedPage* page : pages) pending.push_back(page->page);

@@ -106,7 +106,7 @@ void Homes::keep_before(PageRecord& page, Lock& lock) {
 
 /// Tells whoever makes the updates what user code has changed in a fixed page. Under mutex_,
 /// without the lock.
-void Homes::tell_fixed(PageRecord& page) {
+void Homes::update_masters_of_fixed(PageRecord& page) {
   const Range kept =
       pending_updates_->kept(page, options_.sharding.of(page.elements, options_.rank));
   const Bytes size = page.element_size;
@@ -131,7 +131,7 @@ void Homes::write_back(PageRecord& page, Lock& lock) {
       const std::lock_guard writing(mutex_);
       if (page.ready.event != nullptr) page.ready.event->wait();
       if (page.written.event != nullptr) page.written.event->wait();
-      tell_fixed(page);
+      update_masters_of_fixed(page);
     }
     lock.lock();
     page.before = {};
@@ -195,7 +195,7 @@ void Homes::store(PageRecord& page, const std::byte* from) {
 /// Elements `written` of a page get the bytes `after`: tells whoever makes the updates what changes
 /// in the shard whose masters this rank keeps. The second half of the staging buffer has what was
 /// there before.
-void Homes::tell_overwritten(PageRecord& page, Range shard, Range written, const std::byte* after) {
+void Homes::update_masters(PageRecord& page, Range shard, Range written, const std::byte* after) {
   if (pending_updates_ == nullptr || page.blank()) return;
   std::byte* before = staging_.data() + options_.staging / 2;
   const Range both = pending_updates_->kept(page, shard);
@@ -211,7 +211,7 @@ void Homes::tell_overwritten(PageRecord& page, Range shard, Range written, const
 /// Does `work` on a page that nobody touches, fetches or reads meanwhile; `lock` is open, and
 /// mutex_ held, while it runs.
 template <class Work>
-void Homes::alone_with(PageRecord& page, Lock& lock, const Work& work) {
+void Homes::run_exclusive(PageRecord& page, Lock& lock, const Work& work) {
   const Residency was = page.residency;
   table_.set_residency(page, Residency::Leaving, lock);
   std::exception_ptr error;
@@ -231,7 +231,7 @@ void Homes::alone_with(PageRecord& page, Lock& lock, const Work& work) {
 
 bool Homes::publish(PageRecord& page, Lock& lock) {
   if (!page.own_copy) return false;
-  alone_with(page, lock, [&] {
+  run_exclusive(page, lock, [&] {
     const Bytes size = page.element_size;
     const Bytes half = options_.staging / 2 / size * size;
     const Bytes begin = page.home_range.begin * size;
@@ -240,7 +240,7 @@ bool Homes::publish(PageRecord& page, Lock& lock) {
       const std::span buffer(staging_.data(), piece);
       tiers_.read(page.own_copy, begin + done, buffer);
       const std::uint64_t first = (begin + done) / size;
-      tell_overwritten(page, page.home_range, {first, first + piece / size}, buffer.data());
+      update_masters(page, page.home_range, {first, first + piece / size}, buffer.data());
       tiers_.write(page.home, done, buffer);
       done += piece;
     }
@@ -259,7 +259,7 @@ void Homes::cut(PageRecord& page, Range range, Placement placement) {
   const Bytes begin = range.begin * page.element_size;
   const Bytes bytes = range.size() * page.element_size;
   Home shard;
-  alone_with(page, lock, [&] {
+  run_exclusive(page, lock, [&] {
     shard = tiers_.allocate(bytes, placement, tag::kParameters, page.name());
     for (Bytes done = 0; done < bytes;) {
       const Bytes piece = std::min(options_.staging, bytes - done);

@@ -61,10 +61,10 @@ class Homes {
 
  private:
   void store(PageRecord& page, const std::byte* from);
-  void tell_fixed(PageRecord& page);
-  void tell_overwritten(PageRecord& page, Range shard, Range written, const std::byte* after);
+  void update_masters_of_fixed(PageRecord& page);
+  void update_masters(PageRecord& page, Range shard, Range written, const std::byte* after);
   template <class Work>
-  void alone_with(PageRecord& page, Lock& lock, const Work& work);
+  void run_exclusive(PageRecord& page, Lock& lock, const Work& work);
 
   PageTable& table_;
   Tiers& tiers_;

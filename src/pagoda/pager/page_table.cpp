@@ -11,7 +11,7 @@ PageRecord& PageTable::add(std::string name, std::uint64_t elements, Bytes eleme
   pages_.push_back(std::make_unique<PageRecord>(id, std::move(name), elements, element_size));
   by_id_.push_back(pages_.back().get());
   ++absent_;
-  graveyard_.make_room(pages_.size());
+  dead_pages_.make_room(pages_.size());
   return *pages_.back();
 }
 

@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "pagoda/base/ranked_mutex.h"
+#include "pagoda/pager/dead_pages.h"
 #include "pagoda/pager/foresight.h"
-#include "pagoda/pager/graveyard.h"
 #include "pagoda/pager/page_record.h"
 #include "pagoda/pager/pager_stats.h"
 #include "pagoda/pager/tiers.h"
@@ -40,7 +40,7 @@ class PageTable final : public Occupancy {
   void remove(PageRecord& page, const Lock& lock);
   /// By id; null where one has gone.
   std::span<PageRecord* const> pages(const Lock& /*lock*/) const noexcept { return by_id_; }
-  Graveyard& graveyard() noexcept { return graveyard_; }
+  DeadPages& dead_pages() noexcept { return dead_pages_; }
 
   void set_residency(PageRecord& page, Residency to, const Lock& lock);
   void pin(PageRecord& page, const Lock& lock) noexcept;
@@ -82,7 +82,7 @@ class PageTable final : public Occupancy {
   std::uint64_t changes_ = 0;                       // guarded by mutex_
   Foresight* foresight_ = nullptr;                  // guarded by mutex_
   PagerStats stats_;                                // guarded by mutex_
-  Graveyard graveyard_;
+  DeadPages dead_pages_;
 };
 
 }  // namespace pagoda::pager

@@ -85,7 +85,7 @@ Page& Pager::adopt(std::string name, std::uint64_t elements, Bytes element_size,
   PageRecord* page = nullptr;
   {
     const Lock lock = parts_->table.lock();
-    parts_->touches.bury(lock);
+    parts_->touches.drop_dead_pages(lock);
     page = &parts_->table.add(std::move(name), elements, element_size, lock);
   }
   try {
@@ -112,7 +112,7 @@ void Pager::set_binding(Page& page, Binding* binding) {
   PageRecord& record = record_of(page);
   const Lock lock = parts_->table.lock();
   if (binding != nullptr) {  // whatever storage it had before: the page lives
-    parts_->table.graveyard().forget(record);
+    parts_->table.dead_pages().forget(record);
     record.dead = false;
   }
   record.binding = binding;
@@ -126,11 +126,11 @@ void Pager::set_attached(Page& page, bool attached) {
 }
 
 void Pager::storage_died(Page& page) noexcept {
-  parts_->table.graveyard().add(record_of(page));
+  parts_->table.dead_pages().add(record_of(page));
 }
 
-void Pager::bury_dead() {
-  parts_->touches.bury(parts_->table.lock());
+void Pager::drop_dead_pages() {
+  parts_->touches.drop_dead_pages(parts_->table.lock());
 }
 
 void Pager::drop(Page& page) {
@@ -143,7 +143,7 @@ void Pager::drop(Page& page) {
                                      lock);  // the lock is open: it may be fetched ahead meanwhile
   }
   record.binding = nullptr;
-  parts_->table.graveyard().forget(record);
+  parts_->table.dead_pages().forget(record);
   parts_->table.remove(record, lock);
 }
 
@@ -330,14 +330,14 @@ std::uint64_t Pager::checksum(Page& page) {
   return parts_->homes.checksum(record_of(page));
 }
 
-std::vector<std::string> Pager::take_told_writes() {
+std::vector<std::string> Pager::take_reported_writes() {
   const Lock lock = parts_->table.lock();
-  return parts_->holds.take_told(lock);
+  return parts_->holds.take_reported(lock);
 }
 
 Pager::Written Pager::written() {
   const Lock lock = parts_->table.lock();
-  parts_->touches.bury(lock);
+  parts_->touches.drop_dead_pages(lock);
   Written out;
   for (PageRecord* page : parts_->table.pages(lock)) {
     if (page == nullptr || !page->has_writes()) continue;

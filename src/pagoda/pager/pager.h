@@ -69,7 +69,7 @@ class Pager {
   /// Forgets a page whose storage is gone. Its bytes are given back at the next call that may wait.
   void storage_died(Page& page) noexcept;
   /// …which is this one: no binding of a storage that has died is called after it.
-  void bury_dead();
+  void drop_dead_pages();
   /// Forgets a page; nobody touches it any more.
   void drop(Page& page);
 
@@ -153,7 +153,7 @@ class Pager {
   /// Of the page's bytes as operators of this rank see them: brings it to the device.
   std::uint64_t checksum(Page& page);
   /// Pages that raw pointers have written to where their hold says that this is told, or refused.
-  std::vector<std::string> take_told_writes();
+  std::vector<std::string> take_reported_writes();
   /// Writes a dirty page's bytes to its home; the page stays. Waits.
   void write_back(Page& page);
   /// Takes the page off the device; false if somebody has it pinned. Waits for a write-back.

@@ -26,9 +26,9 @@ bool failed_to_arrive(const PageRecord& page) {
 
 }  // namespace
 
-/// Lets what stands in the way of a touch take its course: an operator that is about to throw, a
-/// lookup, an update. False: nothing does.
-bool Touches::let_pass(std::span<const Access> accesses, Lock& lock) {
+/// Waits for what a touch conflicts with, once: an operator that is about to throw, a lookup, a
+/// pending update. False: there is nothing.
+bool Touches::wait_for_conflict(std::span<const Access> accesses, Lock& lock) {
   if (bindings_.denied_to_others(accesses, lock)) {  // until that operator has thrown
     table_.wait(lock);
     return true;
@@ -81,14 +81,14 @@ bool Touches::bring(std::span<const Access> accesses, Lock& lock) {
 void Touches::touch(std::span<const Access> accesses, std::uint8_t mode, device::Stream* consumer) {
   const bool captured = consumer != nullptr && consumer->capturing();
   Lock lock = table_.lock();
-  bury(lock);
+  drop_dead_pages(lock);
   if (captured) return touch_held(accesses, lock);
   bool writes = homes_.pending_updates(lock) != nullptr &&
                 std::any_of(accesses.begin(), accesses.end(),
                             [](const Access& access) { return access.write; });
   for (bool there = false; !there;) {
     bindings_.require_not_refused(lock);
-    if (let_pass(accesses, lock)) continue;
+    if (wait_for_conflict(accesses, lock)) continue;
     if (std::exchange(writes, false)) {
       PendingUpdates* updates = homes_.pending_updates(lock);
       lock.unlock();
@@ -117,7 +117,7 @@ void Touches::touch(std::span<const Access> accesses, std::uint8_t mode, device:
     room_.fetch_ahead(lock);
     lock.unlock();
     if (consumer == nullptr) wait_for_copies(accesses);
-    tell_checker(accesses, consumer);
+    notify_checker(accesses, consumer);
   } catch (...) {
     if (!lock.owns_lock()) lock.lock();
     unpin_all(accesses, lock);
@@ -177,7 +177,7 @@ void Touches::wait_for_copies(std::span<const Access> accesses) {
 }
 
 /// An operator uses its pages now, or on `consumer`. The pages are pinned.
-void Touches::tell_checker(std::span<const Access> accesses, device::Stream* consumer) const {
+void Touches::notify_checker(std::span<const Access> accesses, device::Stream* consumer) const {
   device::OrderingChecker* checker = tiers_.device()->checker().get();
   if (checker == nullptr) return;
   for (const Access& access : accesses) {
@@ -238,7 +238,7 @@ void Touches::use(PageRecord& page, bool write, std::uint8_t mode, device::Strea
 void Touches::unpin(std::span<const Access> accesses, device::Stream* consumer) noexcept {
   try {
     // Until now the operator was at it; on a stream, what it was given when it began says it all.
-    if (consumer == nullptr) tell_checker(accesses, consumer);
+    if (consumer == nullptr) notify_checker(accesses, consumer);
   } catch (...) {  // the checker keeps it
   }
   const Lock lock = table_.lock();
@@ -286,7 +286,7 @@ bool Touches::begin_lookup(const Lookup& lookup, device::Stream* consumer) {
   }
   if (consumer != nullptr && consumer->capturing()) return false;
   Lock lock = table_.lock();
-  bury(lock);
+  drop_dead_pages(lock);
   // Nor is an operator elsewhere about to bring it in, which would bind the storage.
   const bool in_place = page.residency == Residency::Absent && page.pins == page.lookups &&
                         page.home.tier() == Tier::Host && page.whole_home() && !page.own_copy &&
@@ -345,8 +345,8 @@ void Touches::leave_lookup(PageRecord& page) noexcept {
   table_.notify();
 }
 
-void Touches::bury(const Lock& lock) {
-  table_.graveyard().bury([&](PageRecord& page) {
+void Touches::drop_dead_pages(const Lock& lock) {
+  table_.dead_pages().remove_if([&](PageRecord& page) {
     page.dead = true;
     page.binding = nullptr;
     page.bound = false;

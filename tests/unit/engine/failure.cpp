@@ -63,7 +63,7 @@ TEST_F(FailureTest, OtherRanksKnowWhyAndWhereOneEnded) {
   std::vector<std::unique_ptr<Failure>> ranks;
   for (const auto& world : worlds_) ranks.push_back(std::make_unique<Failure>(*world, "engine"));
   EXPECT_EQ(ranks[0]->fate_of(1), std::nullopt);
-  EXPECT_EQ(ranks[0]->story_of(1, "what is known"), "what is known");
+  EXPECT_EQ(ranks[0]->describe(1, "what is known"), "what is known");
   ranks[2]->post_end("in close() after step() 4");
   EXPECT_EQ(ranks[0]->fate_of(2), "rank 2 has ended its engine in close() after step() 4");
   ranks[1]->fail(error("its disk is full"));
