@@ -113,6 +113,12 @@ void Failure::fail(std::exception_ptr error, log::Level level) noexcept {
   changed_.notify_all();
 }
 
+void Failure::fail_and_throw() {
+  fail(std::current_exception());
+  check();
+  throw;
+}
+
 void Failure::listen(Listener listener) {
   std::exception_ptr error;
   {

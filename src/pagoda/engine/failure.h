@@ -67,6 +67,8 @@ class Failure {
   void check() const;
   /// The engine cannot go on: keeps the first error, tells the other ranks and every listener.
   void fail(std::exception_ptr error, log::Level level = log::Level::Error) noexcept;
+  /// In a handler: fails with the error that is handled, and throws the first one.
+  [[noreturn]] void fail_and_throw();
   /// Tells `listener` of the first error: at once, if there has been one.
   void listen(Listener listener);
 
