@@ -36,6 +36,7 @@ TORCH_LAYERS = ("torch", "models")
 PRIVATE = {
     "pager": ["bindings", "device_copies", "fetcher", "dead_pages", "holds", "home_reads", "homes",
               "page_record", "page_table", "room", "thread_pins", "touches", "versions"],
+    "optim": ["update_record", "update_slot"],
 }
 # Where torch may be included besides those two layers: code that stands on top of them.
 ABOVE_TORCH = ("tests/", "examples/")

@@ -18,10 +18,14 @@
 #include "pagoda/optim/state_layout.h"
 #include "pagoda/optim/trained_page.h"
 #include "pagoda/optim/update_chunk.h"
+#include "pagoda/optim/update_queue.h"
 #include "pagoda/pager/pager.h"
 #include "pagoda/pager/pending_updates.h"
 
 namespace pagoda::optim {
+
+struct UpdateRecord;
+struct UpdateSlot;
 
 struct UpdaterStats {
   std::uint64_t pages = 0;
@@ -108,7 +112,7 @@ class Updater final : public pager::PendingUpdates {
   void wait_for_update(pager::Page& page) override;
   /// Where this rank updates all of the page, and nothing has to be read for it first.
   bool can_wait_for_rows(const pager::Page& page, std::uint64_t wanted) override;
-  const std::byte* wait_for_rows(pager::Page& page, std::span<const pager::Range> parts) override;
+  const std::byte* wait_for_rows(pager::Page& page, std::span<const pager::Range> rows) override;
   void about_to_write(pager::Page& page) override;
   void about_to_hold(pager::Page& page) override;
   pager::Range kept(const pager::Page& page, pager::Range shard) override;
@@ -127,26 +131,17 @@ class Updater final : public pager::PendingUpdates {
   UpdaterStats stats() const;
 
  private:
-  enum class Stage : std::uint8_t;
-  enum class Parts : std::uint8_t;
-  struct Record;
-  struct Slot;
-
   Bytes buffered_bytes(const TrainedPage& page, const StateLayout& layout) const;
-  static bool sooner(const Record* a, const Record* b) noexcept;
   void call_of_trained(const Writing& callback, pager::Page& page);
-  void bring_forward(Record& record);
-  void enqueue(Record& record, std::shared_ptr<const StepScalars> scalars);
-  void enqueue(Record& record);
+  void enqueue(UpdateRecord& record, std::shared_ptr<const StepScalars> scalars);
+  void enqueue(UpdateRecord& record);
   void run();
   void fill_slots(RankedLock<LockRank::Updater>& lock);
-  void compute(Slot& slot);
-  void make_parts(Record& record, RankedLock<LockRank::Updater>& lock);
-  void finish(Slot& slot);
-  void page_done(Record& record);
-  void publish(Record& record);
-  const pager::Home* early_home(const TrainedPage& page, bool reversible) const noexcept;
-  bool exchanges(const TrainedPage& page, const pager::Home& next) const noexcept;
+  void compute(UpdateSlot& slot);
+  void make_rows(UpdateRecord& record, RankedLock<LockRank::Updater>& lock);
+  void finish(UpdateSlot& slot);
+  void page_done(UpdateRecord& record);
+  void publish(UpdateRecord& record);
 
   pager::Pager& pager_;
   ThreadPool& pool_;
@@ -157,20 +152,21 @@ class Updater final : public pager::PendingUpdates {
 
   mutable RankedMutex<LockRank::Updater> mutex_;
   Condition changed_;
-  std::unordered_map<const pager::Page*, std::unique_ptr<Record>> records_;  // guarded by mutex_
-  std::deque<Record*> queue_;  // guarded by mutex_; as sooner() says
-  std::deque<Record*> asked_;  // for parts, which go before all else; guarded by mutex_
-  std::size_t pending_ = 0;    // pages queued or under way; guarded by mutex_
-  std::exception_ptr error_;   // guarded by mutex_
-  bool stopping_ = false;      // guarded by mutex_
-  UpdaterStats stats_;         // guarded by mutex_
+  std::unordered_map<const pager::Page*, std::unique_ptr<UpdateRecord>>
+      records_;                      // guarded by mutex_
+  UpdateQueue queue_;                // guarded by mutex_
+  std::deque<UpdateRecord*> asked_;  // for rows, which go before all else; guarded by mutex_
+  std::size_t pending_ = 0;          // pages queued or under way; guarded by mutex_
+  std::exception_ptr error_;         // guarded by mutex_
+  bool stopping_ = false;            // guarded by mutex_
+  UpdaterStats stats_;               // guarded by mutex_
 
   // The rest belongs to the thread.
-  std::vector<std::unique_ptr<Slot>> slots_;
-  std::deque<Slot*> free_;
-  std::deque<Slot*> reading_;  // oldest first
-  std::deque<Slot*> writing_;
-  Record* current_ = nullptr;
+  std::vector<std::unique_ptr<UpdateSlot>> slots_;
+  std::deque<UpdateSlot*> free_;
+  std::deque<UpdateSlot*> reading_;  // oldest first
+  std::deque<UpdateSlot*> writing_;
+  UpdateRecord* current_ = nullptr;
   std::uint64_t next_chunk_ = 0;
   std::jthread thread_;
 };

@@ -23,7 +23,7 @@ class PendingUpdates {
   virtual bool can_wait_for_rows(const Page& /*page*/, std::uint64_t /*wanted*/) { return false; }
   /// The same as wait_for_update() for these elements, in ascending order, alone. Returns where
   /// element 0 of the page, and with it they, are: its home, or what is about to become its home.
-  virtual const std::byte* wait_for_rows(Page& page, std::span<const Range> parts) = 0;
+  virtual const std::byte* wait_for_rows(Page& page, std::span<const Range> rows) = 0;
   /// User code is about to write to a page without a pending update: returns when no other rank
   /// still has to read what it holds now.
   virtual void about_to_write(Page& /*page*/) {}
