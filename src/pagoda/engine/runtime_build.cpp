@@ -83,7 +83,7 @@ void Runtime::build() {
                                           });
   updater_->set_callbacks(
       [this](TrainedPage& page, std::uint64_t version) {
-        return shards_ == nullptr || shards_->part_updated(page, version);
+        return shards_ == nullptr || shards_->shard_updated(page, version);
       },
       [this](Page& page) {
         if (early_->in_window()) early_->require_may_write(*trained(page));

@@ -104,7 +104,7 @@ void ShardExchange::add_pulls(const Piece& piece, std::uint64_t key, std::uint64
   }
 }
 
-bool ShardExchange::part_updated(TrainedPage& page, std::uint64_t version) {
+bool ShardExchange::shard_updated(TrainedPage& page, std::uint64_t version) {
   if (!options_.whole_pages) return true;
   {
     const std::lock_guard lock(mutex_);
@@ -228,7 +228,7 @@ void ShardExchange::served(const Page& page, std::uint64_t version, Bytes bytes)
   changed_.notify_all();
 }
 
-/// Where every rank keeps whole pages, the others read this rank's part of each version once: user
+/// Where every rank keeps whole pages, the others read this rank's shard of each version once: user
 /// code may change it after that.
 void ShardExchange::wait_for_other_ranks(const Page& page) {
   if (!options_.whole_pages) return;

@@ -260,7 +260,7 @@ void Updater::wait_for_update(pager::Page& page) {
   changed_.wait(lock, [&] { return record.done >= target || error_ != nullptr; });
   if (error_ != nullptr) std::rethrow_exception(error_);
   lock.unlock();
-  // This rank's part is done; where other ranks' are missing, the pager learns of them.
+  // This rank's shard is done; where other ranks' are missing, the pager learns of them.
   pager_.wait_for_version(page);
 }
 

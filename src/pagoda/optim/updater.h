@@ -59,8 +59,8 @@ class Updater final : public pager::PendingUpdates {
     /// Told of the first error, on the thread that met it.
     std::function<void(std::exception_ptr)> on_failure;
   };
-  /// Called on the updater's thread when this rank's part of a page is done. True: the page is up
-  /// to date; false: the callee says so to the pager later (other ranks' parts are missing).
+  /// Called on the updater's thread when this rank's shard of a page is done. True: the page is up
+  /// to date; false: the callee says so to the pager later (other ranks' shards are missing).
   using Finished = std::function<bool(TrainedPage&, std::uint64_t version)>;
   /// Called on the thread that is about to write to a page, or to hold it; may wait.
   using Writing = std::function<void(pager::Page&)>;
@@ -118,9 +118,9 @@ class Updater final : public pager::PendingUpdates {
   pager::Range kept(const pager::Page& page, pager::Range shard) override;
   void overwritten(pager::Page& page, std::uint64_t begin, std::uint64_t count,
                    const std::byte* before, const std::byte* after) override;
-  /// Returns when this rank's part of the page has seen `version` updates.
+  /// Returns when this rank's shard of the page has seen `version` updates.
   void wait_for_shard(const pager::Page& page, std::uint64_t version);
-  /// Returns when this rank's part of the page has seen every update started so far: its gradient
+  /// Returns when this rank's shard of the page has seen every update started so far: its gradient
   /// has been used up.
   void wait_for_shard(const pager::Page& page);
   /// Returns when no update is pending any more. Throws what went wrong.
