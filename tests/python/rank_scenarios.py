@@ -37,7 +37,6 @@ from rank_scenario import (
 )
 from torch import distributed
 
-
 __all__ = ["SCENARIOS", "rank_endings"]
 
 DIRECTORY = Path()
