@@ -66,7 +66,7 @@ def main() -> None:
             started = time.perf_counter()
             step()
             if name == "paged":
-                engine.finish()  # what is owed is not left to the other's time
+                engine.finish()  # pending updates are not left to the other's time
             if round_number >= 2:
                 times[name].append(time.perf_counter() - started)
     medians = {name: statistics.median(values) for name, values in times.items()}

@@ -63,7 +63,7 @@ void bench_hit_rate(BenchReport& report, const PagerFlags& flags) {
   report.note(
       fmt::format("Hit rate: a GPT-like program of {} layers whose parameters are four times the "
                   "budget, on {}; "
-                  "steps {} to {}: {} in time, {} late, {} faults.",
+                  "steps {} to {}: {} prefetch hits, {} late, {} faults.",
                   kLayers, flags.dir.empty() ? "the host" : "disk", kWarm + 1, stats.size(),
                   steady.prefetch_hits, steady.late_prefetches, steady.faults));
 }

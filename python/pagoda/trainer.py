@@ -46,7 +46,7 @@ class PagodaCallback(TrainerCallback):
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl,
                      **kwargs: Any) -> None:
-        """What is still owed is made: whoever looks next need not wait."""
+        """Pending updates are applied: whoever looks next need not wait."""
         self.engine.finish()
 
 

@@ -34,8 +34,9 @@ ALLOWED: dict[str, list[str]] = {
 TORCH_LAYERS = ("torch", "models")
 # Headers that only their own folder includes, and its unit tests: what they guard has one owner.
 PRIVATE = {
-    "pager": ["bindings", "device_copies", "fetcher", "graveyard", "holds", "home_reads", "homes",
+    "pager": ["bindings", "device_copies", "fetcher", "dead_pages", "holds", "home_reads", "homes",
               "page_record", "page_table", "room", "thread_pins", "touches", "versions"],
+    "optim": ["update_record", "update_slot"],
 }
 # Where torch may be included besides those two layers: code that stands on top of them.
 ABOVE_TORCH = ("tests/", "examples/")

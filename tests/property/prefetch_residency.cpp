@@ -17,7 +17,7 @@ namespace pagoda::prefetch {
 namespace {
 
 /// Resident or absent, of given sizes. The one in use is pinned.
-class Cache : public ArenaView {
+class Cache : public pager::Occupancy {
  public:
   Cache(std::vector<Bytes> sizes, Bytes capacity)
       : sizes_(std::move(sizes)), here_(sizes_.size()), free_(capacity) {}
@@ -41,8 +41,9 @@ class Cache : public ArenaView {
     return bits;
   }
 
-  PageState page(PageId page) const override {
-    return {sizes_[page], here_[page] ? Residency::Resident : Residency::Absent, page == in_use_};
+  pager::Outlook page(PageId page) const override {
+    using Where = pager::Outlook::Where;
+    return {sizes_[page], here_[page] ? Where::Resident : Where::Absent, page == in_use_, false};
   }
   std::span<const PageId> resident() const override { return resident_; }
   Bytes free() const override { return free_; }
@@ -51,6 +52,8 @@ class Cache : public ArenaView {
     for (const PageId page : resident_) sum += page == in_use_ ? 0 : sizes_[page];
     return sum;
   }
+  std::size_t pending_updates() const override { return 0; }  // a schedule does not ask
+  std::uint64_t changes() const override { return 0; }
 
  private:
   std::vector<Bytes> sizes_;

@@ -9,84 +9,37 @@ the way up, as in a script of its own.
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import signal
 import socket
 import sys
-import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "python"))
 
+import rank_endings
 import rank_sums
 import torch
+from rank_scenario import (
+    RANK,
+    SCENARIOS,
+    WIDTH,
+    error_of,
+    loss_of,
+    make_engine,
+    make_model,
+    scenario,
+    started,
+    train,
+    values,
+)
 from torch import distributed
 
-import pagoda
+__all__ = ["SCENARIOS", "rank_endings"]
 
-RANK = int(os.environ.get("RANK", "0"))
 DIRECTORY = Path()
-WIDTH = 32
-TIMEOUT = 20.0
-"""Of engines where nothing shall wait for it: a test that has to wait so long has failed."""
-
-SCENARIOS: dict[str, Callable[[], None]] = {}
-
-
-def scenario(call: Callable[[], None]) -> Callable[[], None]:
-    SCENARIOS[call.__name__] = call
-    return call
-
-
-def make_model() -> torch.nn.Module:
-    torch.manual_seed(0)
-    return torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(4)))
-
-
-def make_engine(**config: Any) -> pagoda.Engine:
-    settings: dict[str, Any] = {"device": "cpu", "device_budget": "48KiB", "host_budget": "64MiB",
-                                "gradient_staging": "16KiB", "staging": "16KiB",
-                                "timeout": TIMEOUT, "heartbeat": 0.25}
-    return pagoda.Engine(**{**settings, **config})
-
-
-def loss_of(model: torch.nn.Module, batch: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1000 * batch + RANK)
-    loss: torch.Tensor = model(torch.randn(4, WIDTH, generator=generator)).square().mean()
-    return loss
-
-
-def train(engine: pagoda.Engine, model: torch.nn.Module, steps: int) -> None:
-    for step in range(steps):
-        engine.backward(loss_of(model, step))
-        engine.step()
-
-
-def started(**config: Any) -> tuple[pagoda.Engine, torch.nn.Module]:
-    engine = make_engine(**config)
-    with engine.build():
-        model = make_model()
-    engine.attach(model, lr=0.01)
-    return engine, model
-
-
-def values(model: torch.nn.Module) -> str:
-    """A text that is the same for the same bits."""
-    with torch.no_grad():
-        return str([p.double().sum().item() for p in model.parameters()])
-
-
-def error_of(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 # Calls.
@@ -222,241 +175,6 @@ def ends_early_and_serves() -> None:
         loss_of(model)
         time.sleep(0.05)
     print("values", values(model))
-
-
-# The ends that tell.
-
-def fail_in_training(error: BaseException, *, rank: int = 0) -> None:
-    engine, model = started()
-    train(engine, model, 2)
-    if RANK == rank:
-        raise error
-    train(engine, model, 3)
-
-
-@scenario
-def uncaught() -> None:
-    fail_in_training(ValueError("the data is gone"))
-
-
-@scenario
-def uncaught_in_with() -> None:
-    with make_engine() as engine:
-        with engine.build():
-            model = make_model()
-        engine.attach(model)
-        train(engine, model, 2)
-        if RANK == 0:
-            raise ValueError("the data is gone")
-        train(engine, model, 3)
-
-
-@scenario
-def uncaught_with_another_hook() -> None:
-    """Somebody else's hook takes the place of ours."""
-    engine, model = started()
-    sys.excepthook = lambda kind, error, trace: print("their hook", error)
-    train(engine, model, 2)
-    if RANK == 0:
-        raise ValueError("the data is gone")
-    train(engine, model, 3)
-
-
-@scenario
-def uncaught_in_backward() -> None:
-    engine, model = started()
-    train(engine, model, 2)
-
-    class Breaks(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-            raise ValueError("the data is gone")
-
-    loss = loss_of(model)
-    engine.backward(Breaks.apply(loss) if RANK == 0 else loss)
-    engine.step()
-
-
-@scenario
-def graph_outlives_close() -> None:
-    """Rank 1 has a graph with saved activations when it closes its engine, and goes on."""
-    engine, model = started(timeout=1000)
-    train(engine, model, 2)
-    with engine.activations("host", least=1):
-        loss = loss_of(model)
-    kept = loss if RANK == 1 else None
-    del loss
-    engine.close()
-    others = distributed.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-    others.set(f"closed {RANK}", "")
-    others.wait(["closed 0", "closed 1"])  # nobody ends before both have closed
-    del kept
-
-
-def close_gives_back(zero: int) -> None:
-    engine, model = started(zero=zero)
-    train(engine, model, 3)
-    engine.close()
-    for p in model.parameters():
-        print(p.detach().numpy().tobytes().hex())
-
-
-def used_by(engine: pagoda.Engine) -> dict[str, int]:
-    holders = engine.stats()["tiers"]["host"]["holders"]
-    return {name: holder["used"] for name, holder in holders.items() if holder["used"] > 0}
-
-
-def attach_fails_on_one(zero: int) -> None:
-    """Rank 1's budget has no room: on both ranks the model and the engine are as before."""
-    engine = make_engine(zero=zero, host_budget="64MiB" if RANK == 0 else "1MiB")
-    model = torch.nn.Sequential(*(torch.nn.Linear(60, 60) for _ in range(30)))
-    before = [p.detach().numpy().tobytes() for p in model.parameters()]
-    used = used_by(engine)
-    assert "host_budget" in error_of(lambda: engine.attach(model))
-    assert used_by(engine) == used, (used, used_by(engine))
-    assert [p.detach().numpy().tobytes() for p in model.parameters()] == before
-    small = make_model()
-    engine.attach(small)
-    train(engine, small, 2)
-    engine.close()
-
-
-for _zero in (0, 3):
-    SCENARIOS[f"attach_fails_on_one_{_zero}"] = functools.partial(attach_fails_on_one, _zero)
-for _zero in (0, 2, 3):
-    SCENARIOS[f"close_gives_back_{_zero}"] = functools.partial(close_gives_back, _zero)
-
-
-@scenario
-def uncaught_in_training_thread() -> None:
-    """The thread that trains dies; the main thread waits for it, and ends well."""
-    thread = threading.Thread(target=uncaught)
-    thread.start()
-    thread.join()
-    if RANK == 0:
-        time.sleep(3)  # the others do not need the end of the process
-
-
-@scenario
-def uncaught_in_other_thread() -> None:
-    """A thread of the user's that has nothing to do with training."""
-    engine, model = started()
-
-    def fails() -> None:
-        raise ValueError("of no concern")
-
-    thread = threading.Thread(target=fails)
-    thread.start()
-    thread.join()
-    train(engine, model, 2)
-    print("values", values(model))
-    engine.close()
-
-
-@scenario
-def uncaught_in_a_fork() -> None:
-    """A child that fails is not the rank."""
-    engine, model = started()
-    train(engine, model, 1)
-    if RANK == 0:
-        child = os.fork()
-        if child == 0:
-            raise ValueError("of the child alone")
-        os.waitpid(child, 0)
-    train(engine, model, 1)
-    print("values", values(model))
-    engine.close()
-
-
-@scenario
-def interrupted() -> None:
-    engine, model = started()
-    train(engine, model, 2)
-    if RANK == 0:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(10)
-    train(engine, model, 3)
-
-
-@scenario
-def interrupted_in_step() -> None:
-    """The signal comes while rank 0 waits for rank 1."""
-    engine, model = started()
-    train(engine, model, 2)
-    if RANK == 0:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-    else:
-        began = time.monotonic()
-        while time.monotonic() - began < 1.5:
-            loss_of(model)
-    train(engine, model, 3)
-
-
-@scenario
-def exits_with_status() -> None:
-    engine, model = started()
-    train(engine, model, 2)
-    if RANK == 0:
-        sys.exit(3)
-    train(engine, model, 3)
-
-
-@scenario
-def exits_with_status_in_with() -> None:
-    with make_engine() as engine:
-        with engine.build():
-            model = make_model()
-        engine.attach(model)
-        train(engine, model, 2)
-        if RANK == 0:
-            sys.exit(3)
-        train(engine, model, 3)
-
-
-@scenario
-def exits_at_once() -> None:
-    engine, model = started()
-    train(engine, model, 2)
-    if RANK == 0:
-        os._exit(3)
-    train(engine, model, 3)
-
-
-@scenario
-def caught() -> None:
-    """An exception that the script survives is nobody's concern."""
-    engine, model = started()
-    train(engine, model, 1)
-    if RANK == 0:
-        try:
-            raise ValueError("caught")
-        except ValueError:
-            pass
-    train(engine, model, 1)
-    print("values", values(model))
-    engine.close()
-
-
-@scenario
-def interactive() -> None:
-    """An exception in a notebook's cell: the interpreter goes on, and so do the ranks."""
-    sys.ps1 = ">>> "
-    engine, model = started()
-    train(engine, model, 1)
-    if RANK == 0:
-        try:
-            raise ValueError("in a cell")
-        except ValueError as error:
-            sys.excepthook(type(error), error, error.__traceback__)
-    train(engine, model, 1)
-    print("values", values(model))
-    engine.close()
 
 
 # Values.

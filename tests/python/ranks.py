@@ -14,8 +14,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2] / "python"))
 
 import parity
-import test_thaw
+import small_stack
 import test_trainer
+import thawing
 import torch
 from torch import distributed
 from zoo import ZOO
@@ -75,9 +76,9 @@ def check_views_on_one_rank(zero: int) -> None:
     gradients or norms."""
     runs = []
     for alone in (False, True):
-        engine = test_thaw.engine(zero=zero, timeout=30, clip=0.01, device_budget="256KiB",
-                                  gradient_staging="64KiB")
-        model = test_thaw.Views()
+        engine = small_stack.engine(zero=zero, timeout=30, clip=0.01, device_budget="256KiB",
+                                    gradient_staging="64KiB")
+        model = thawing.Views()
         model.weights[1].requires_grad_(False)
         engine.attach(model, lr=parity.LR, weight_decay=parity.DECAY)
         norms = []
@@ -85,7 +86,7 @@ def check_views_on_one_rank(zero: int) -> None:
             odd = alone and step == 1
             if odd and engine.rank == 1:
                 model.weights[1].requires_grad_(True)
-            engine.backward(test_thaw.loss_of(model, MICRO * step + engine.rank))
+            engine.backward(small_stack.loss_of(model, MICRO * step + engine.rank))
             if odd:
                 assert "'weights.1' was thawed on some ranks only" in refusal_of(engine)
                 model.weights[1].requires_grad_(False)
@@ -94,41 +95,41 @@ def check_views_on_one_rank(zero: int) -> None:
         engine.finish()
         engine.close()
     assert runs[0][0] == runs[1][0]
-    test_thaw.assert_same(runs[0][1], runs[1][1])
+    thawing.assert_same(runs[0][1], runs[1][1])
 
 
 def train_thawing(zero: int, directory: Path) -> None:
     """In the last steps rank 1 thaws what rank 0 does not, and rank 0 has no room."""
     def attached(**config: object) -> tuple[pagoda.Engine, torch.nn.Module]:
-        engine = test_thaw.engine(zero=zero, timeout=30, **config)
-        model = test_thaw.stack()
-        test_thaw.freeze(model, *test_thaw.FROZEN_ON_RANKS)
+        engine = small_stack.engine(zero=zero, timeout=30, **config)
+        model = small_stack.stack()
+        thawing.freeze(model, *thawing.FROZEN_ON_RANKS)
         engine.attach(model, lr=parity.LR, weight_decay=parity.DECAY)
         return engine, model
 
     engine, model = attached()
-    for step in range(test_thaw.STEPS_ON_RANKS):
-        test_thaw.on_ranks(model, step)
-        engine.backward(test_thaw.loss_of(model, MICRO * step + engine.rank))
+    for step in range(thawing.STEPS_ON_RANKS):
+        thawing.on_ranks(model, step)
+        engine.backward(small_stack.loss_of(model, MICRO * step + engine.rank))
         engine.step()
     torch.save(parity.values(model), directory / f"zero{zero}.{engine.rank}.pt")
 
     before = parity.values(model)
     if engine.rank == 1:
-        test_thaw.thaw(model, 2)
-    engine.backward(test_thaw.loss_of(model, engine.rank))
+        thawing.thaw(model, 2)
+    engine.backward(small_stack.loss_of(model, engine.rank))
     said = refusal_of(engine)
     assert "'2.weight', '2.bias' were thawed on some ranks only ('2.weight' on rank 1, not on rank 0)" \
         in said, said
     assert all(p.grad is None for p in model.parameters())
     assert "on rank 1, not on rank 0" in refusal_of(engine)  # it still is
-    test_thaw.freeze(model, 2)
+    thawing.freeze(model, 2)
     engine.step()  # with what the others have
     after = parity.values(model)
     assert [name for name in after if torch.equal(before[name], after[name])] == [
         "2.weight", "2.bias"]
-    test_thaw.thaw(model, 2)
-    engine.backward(test_thaw.loss_of(model, engine.rank))
+    thawing.thaw(model, 2)
+    engine.backward(small_stack.loss_of(model, engine.rank))
     engine.step()
     assert not torch.equal(parity.values(model)["2.weight"], after["2.weight"])
     rank = engine.rank
@@ -140,16 +141,16 @@ def train_thawing(zero: int, directory: Path) -> None:
     roomy, _ = attached()
     used = roomy.stats()["tiers"]["host"]["used"]
     roomy.close()
-    engine, model = attached(**({"host_budget": used + 3 * test_thaw.LAYER} if rank == 0 else {}))
-    test_thaw.thaw(model, *test_thaw.FROZEN_ON_RANKS)
-    engine.backward(test_thaw.loss_of(model, engine.rank))
+    engine, model = attached(**({"host_budget": used + 3 * small_stack.LAYER} if rank == 0 else {}))
+    thawing.thaw(model, *thawing.FROZEN_ON_RANKS)
+    engine.backward(small_stack.loss_of(model, engine.rank))
     said = refusal_of(engine)
     assert "were thawed and cannot be trained: " in said, said
     where = "" if rank == 0 else "rank 0: "
     assert f"cannot be trained: {where}gradients and optimizer states do not fit" in said, said
     engine.step()
-    test_thaw.freeze(model, *test_thaw.FROZEN_ON_RANKS)
-    engine.backward(test_thaw.loss_of(model, engine.rank))
+    thawing.freeze(model, *thawing.FROZEN_ON_RANKS)
+    engine.backward(small_stack.loss_of(model, engine.rank))
     assert engine.step().step == 2
     engine.close()
 

@@ -18,7 +18,7 @@ import pytest
 import saved_cases
 import saved_programs
 import saved_trial
-import test_thaw
+import thawing
 import torch
 import zoo
 
@@ -73,7 +73,7 @@ def test_thawed_later(frozen: float) -> None:
     plain = specimen.make()
     schedule(plain, 1 if frozen == 1 else 0)
     torch.manual_seed(1)
-    expected = test_thaw.trained_plainly(plain, lambda m, step: schedule(m, step + int(frozen)), 4,
+    expected = thawing.trained_plainly(plain, lambda m, step: schedule(m, step + int(frozen)), 4,
                                          specimen.loss)
     engine = pagoda.Engine(**parity.config_below_a_third(specimen.make, device="cuda"))
     torch.manual_seed(0)
@@ -83,7 +83,7 @@ def test_thawed_later(frozen: float) -> None:
     engine.attach(model, groups=[{"params": model.parameters()}], lr=parity.LR,
                   weight_decay=parity.DECAY)
     torch.manual_seed(1)
-    test_thaw.assert_same(expected, test_thaw.trained(
+    thawing.assert_same(expected, thawing.trained(
         engine, model, lambda m, step: schedule(m, step + int(frozen)), 4, specimen.loss))
 
 

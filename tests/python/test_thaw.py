@@ -6,106 +6,29 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import parity
 import pytest
 import torch
+from small_stack import LAYERS, WIDTH, engine, loss_of, stack
+from thawing import (
+    FROZEN_ON_RANKS,
+    STEPS_ON_RANKS,
+    Views,
+    assert_same,
+    freeze,
+    gradually,
+    on_ranks,
+    state_bytes,
+    thaw,
+    trained,
+    trained_plainly,
+)
 from zoo import ZOO
 
 import pagoda
-
-WIDTH = 64
-LAYERS = 6
-LAYER = (WIDTH * WIDTH + WIDTH) * 4  # bytes of one, in fp32
-
-
-def engine(**more: Any) -> pagoda.Engine:
-    """Holds two of the layers of `stack()`."""
-    return pagoda.Engine(**{"device": "cpu", "device_budget": "72KiB", "gradient_staging": "24KiB",
-                            "parameters": "host", "update_chunk": "64KiB", "update_threads": 1,
-                            **more})
-
-
-def stack(dtype: torch.dtype = torch.float32) -> torch.nn.Sequential:
-    torch.manual_seed(0)
-    return torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))).to(dtype)
-
-
-def loss_of(model: torch.nn.Module, step: int = 0) -> torch.Tensor:
-    dtype = next(model.parameters()).dtype
-    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step)).to(dtype)
-    return (model(x) - x).float().square().mean()
-
-
-def freeze(model: torch.nn.Module, *layers: int) -> None:
-    for layer in layers:
-        model.get_submodule(str(layer)).requires_grad_(False)
-
-
-def thaw(model: torch.nn.Module, *layers: int) -> None:
-    for layer in layers:
-        model.get_submodule(str(layer)).requires_grad_(True)
-
-
-Schedule = Callable[[torch.nn.Module, int], None]
-
-
-def trained_plainly(model: torch.nn.Module, before: Schedule, steps: int,
-                    loss: parity.Loss = loss_of) -> dict[str, torch.Tensor]:
-    """An optimizer that has all parameters, whatever they require when it is made."""
-    optimizer = parity.PlainAdamW([])
-    optimizer.parameters = list(model.parameters())
-    for step in range(steps):
-        before(model, step)
-        loss(model, step).backward()
-        optimizer.step()
-    return parity.values(model)
-
-
-def trained(paged: pagoda.Engine, model: torch.nn.Module, before: Schedule, steps: int,
-            loss: parity.Loss = loss_of, plainly: bool = False) -> dict[str, torch.Tensor]:
-    for step in range(steps):
-        before(model, step)
-        if plainly:
-            loss(model, step).backward()
-        else:
-            paged.backward(loss(model, step))
-        paged.step()
-    return parity.values(model)
-
-
-def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    assert [name for name, value in one.items() if not torch.equal(value, other[name])] == []
-
-
-def state_bytes(paged: pagoda.Engine, tier: str = "host") -> int:
-    """Of gradients and optimizer state."""
-    holders = paged.stats()["tiers"][tier]["holders"]
-    return sum(holders.get(tag, {"used": 0})["used"] for tag in ("gradients", "optimizer"))
-
-
-FROZEN_ON_RANKS = (0, 1, 2)
-STEPS_ON_RANKS = 5
-
-
-def on_ranks(model: torch.nn.Module, step: int) -> None:
-    """What the ranks of ranks.py do before a step."""
-    if step == 2:
-        thaw(model, 1)
-    if step == 3:
-        thaw(model, 0)
-
-
-def gradually(model: torch.nn.Module, step: int) -> None:
-    """ULMFiT: the last layer first, then one more at every other step."""
-    if step == 0:
-        freeze(model, *range(LAYERS - 1))
-    elif step % 2 == 0:
-        thaw(model, LAYERS - 1 - step // 2)
 
 
 # The bits.
@@ -293,25 +216,6 @@ def test_after_a_pass_that_failed(plainly: bool) -> None:
     assert_same(parity.values(plain), parity.values(model))
 
 
-class Views(torch.nn.Module):
-    """Parameters that are views of one storage, and one with a storage of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        storage = torch.randn(3 * WIDTH * WIDTH + 100) / 8
-        self.weights = torch.nn.ParameterList(
-            storage[i * WIDTH * WIDTH + 7 * i:][:WIDTH * WIDTH].view(WIDTH, WIDTH).t()
-            for i in range(3))
-        self.last = torch.nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for weight in self.weights:
-            x = (x @ weight).tanh()
-        out: torch.Tensor = self.last(x)
-        return out
-
-
 @pytest.mark.parametrize("config", [{}, {"clip": 0.01}, {"moments": "bf16"}])
 def test_views_of_one_storage(config: dict[str, Any]) -> None:
     """A page of several parameters: the first of them takes the memory, the others join it."""
@@ -448,185 +352,6 @@ def test_on_several_ranks(tmp_path: Path) -> None:
     for zero in (0, 2, 3):
         for rank in range(2):
             assert_same(parity.values(model), torch.load(tmp_path / f"zero{zero}.{rank}.pt"))
-
-
-# Memory.
-
-
-def test_memory_is_taken_at_the_thaw() -> None:
-    paged = engine()
-    model = stack()
-    freeze(model, *range(LAYERS - 1))
-    paged.attach(model)
-    assert state_bytes(paged) == pytest.approx(3 * LAYER, rel=0.05)  # a gradient and two moments
-    trained(paged, model, lambda m, step: None, 2)
-    assert state_bytes(paged) == pytest.approx(3 * LAYER, rel=0.05)
-    thaw(model, 0, 1)
-    trained(paged, model, lambda m, step: None, 1)
-    assert state_bytes(paged) == pytest.approx(9 * LAYER, rel=0.05)
-    freeze(model, 0)
-    trained(paged, model, lambda m, step: None, 1)
-    assert state_bytes(paged) == pytest.approx(9 * LAYER, rel=0.05)
-
-
-@pytest.mark.parametrize("plainly", [False, True])
-@pytest.mark.parametrize("early", [False, True])
-def test_without_room_step_says_so_and_the_engine_goes_on(plainly: bool, early: bool) -> None:
-    def held(**more: Any) -> tuple[pagoda.Engine, torch.nn.Sequential]:
-        paged = engine(early_updates=early, **more)
-        model = stack()
-        freeze(model, 0, 1, 2, 3)
-        paged.attach(model, lr=parity.LR, weight_decay=parity.DECAY)
-        return paged, model
-
-    def backward(paged: pagoda.Engine, model: torch.nn.Module, step: int) -> None:
-        if plainly:
-            loss_of(model, step).backward()
-        else:
-            paged.backward(loss_of(model, step))
-
-    roomy, other = held()
-    used = roomy.stats()["tiers"]["host"]["used"]
-    paged, model = held(host_budget=used + int(1.2 * 3 * LAYER))
-    for step in range(9):
-        layers = {2: (0, 1), 5: (2,)}.get(step, ())
-        thaw(model, *layers)
-        backward(paged, model, step)
-        if step == 2:
-            with pytest.raises(pagoda.UserError, match=(
-                    r"parameters '0.weight', '0.bias', '1.weight', '1.bias' were thawed and cannot "
-                    r"be trained: gradients and optimizer states do not fit: .*raise host_budget to "
-                    r"at least .*step\(\) again goes on without them")):
-                paged.step()
-            assert state_bytes(paged) == state_bytes(roomy)
-            said = "'0.weight' is frozen" if plainly or not early else "between the last backward"
-            with pytest.raises(pagoda.UserError, match=said):
-                paged.grad(model[0].weight)
-        if step == 3:  # still thawed, and still no room
-            with pytest.raises(pagoda.UserError, match="do not fit"):
-                paged.step()
-            freeze(model, 0, 1)
-        paged.step()
-        if step == 5:
-            thaw(other, 2)
-        backward(roomy, other, step)
-        roomy.step()
-    assert_same(parity.values(other), parity.values(model))
-    assert all(p.grad is None for p in model.parameters())
-
-
-def test_zero_grad_forgets_what_had_no_room() -> None:
-    paged = engine(early_updates=False)
-    model = stack()
-    freeze(model, 0, 1, 2)
-    paged.attach(model)
-    used = paged.stats()["tiers"]["host"]["used"]
-    paged.close()
-    paged = engine(early_updates=False, host_budget=used + LAYER)
-    model = stack()
-    freeze(model, 0, 1, 2)
-    paged.attach(model)
-    thaw(model, 0, 1, 2)
-    paged.backward(loss_of(model))
-    paged.zero_grad()
-    freeze(model, 0, 1, 2)
-    paged.backward(loss_of(model))
-    paged.step()
-
-
-def test_a_gradient_larger_than_its_staging_is_refused() -> None:
-    paged = engine(device_budget="256KiB", gradient_staging="24KiB")
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(WIDTH, 2 * WIDTH), torch.nn.Linear(2 * WIDTH, 8))
-    model[0].weight.requires_grad_(False)  # of 32 KiB
-    paged.attach(model)
-    x = torch.ones(1, WIDTH)
-    paged.backward(model(x).sum())
-    paged.step()
-    model[0].weight.requires_grad_(True)
-    paged.backward(model(x).sum())
-    with pytest.raises(pagoda.UserError, match=r"'0.weight' was thawed .*gradient_staging"):
-        paged.step()
-    paged.step()
-    model[0].weight.requires_grad_(False)
-    paged.backward(model(x).sum())
-    assert paged.step().step == 3
-
-
-# What cannot be trained, and what nobody was given.
-
-
-def test_what_cannot_be_trained_is_refused_when_it_is_thawed() -> None:
-    class Odd(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = torch.nn.Linear(4, 4)
-            self.precise = torch.nn.Parameter(torch.ones(4, dtype=torch.float64), requires_grad=False)
-            self.whole = torch.nn.Parameter(torch.ones(4, dtype=torch.int8), requires_grad=False)
-            self.part = torch.nn.Parameter(self.linear.weight.detach()[1], requires_grad=False)
-            self.wide = torch.nn.Parameter(torch.ones(1).expand(4), requires_grad=False)
-            self.frozen = torch.nn.Parameter(torch.ones(4), requires_grad=False)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y: torch.Tensor = self.linear(x) + self.whole + self.part + self.wide + self.frozen
-            return (y * self.precise).float().sum()
-
-    paged = engine()
-    model = Odd()
-    paged.attach(model, optimizer="sgd", lr=1.0)
-    x = torch.ones(1, 4)
-    for name, why in (("precise", "is Double"), ("part", "share elements"),
-                      ("wide", "share one place")):
-        parameter = model.get_parameter(name)
-        parameter.requires_grad_(True)
-        model.frozen.requires_grad_(True)
-        before = model.frozen.detach().clone()
-        paged.backward(model(x))
-        with pytest.raises(pagoda.UserError,
-                           match=f"parameter '{name}' was thawed and cannot be trained: .*{why}"):
-            paged.step()
-        assert parameter.grad is None
-        paged.step()  # the others train
-        assert torch.equal(model.frozen, before - 1)
-        parameter.requires_grad_(False)
-    paged.backward(model(x))
-    paged.step()
-
-
-def test_a_parameter_that_came_later_is_not_trained_and_that_is_said_once() -> None:
-    paged = engine()
-    model = stack()
-    paged.attach(model)
-    trained(paged, model, lambda m, step: None, 1)
-    adapter = torch.nn.Linear(WIDTH, WIDTH)
-    model.append(adapter)
-    model[0].register_parameter("scale", torch.nn.Parameter(torch.ones(1)))
-    before = adapter.weight.detach().clone()
-    paged.backward(loss_of(model))
-    with pytest.warns(UserWarning, match=r"does not train '6.weight', '6.bias': added after attach"):
-        paged.step()
-    assert torch.equal(adapter.weight, before)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        paged.backward(loss_of(model))
-        paged.step()
-    paged.release(model)
-    paged.attach(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        adapter.zero_grad()
-        trained(paged, model, lambda m, step: None, 1)
-    assert not torch.equal(adapter.weight, before)
-
-
-def test_all_frozen_in_groups_until_they_are_thawed() -> None:
-    paged = engine()
-    model = stack().requires_grad_(False)
-    paged.attach(model, groups=[{"params": model.parameters()}], lr=parity.LR,
-                 weight_decay=parity.DECAY)
-    model.requires_grad_(True)
-    expected = trained_plainly(stack(), lambda m, step: None, 3)
-    assert_same(expected, trained(paged, model, lambda m, step: None, 3))
 
 
 # Gradients, and the end.

@@ -128,7 +128,7 @@ TEST(DeviceOverlap, UpdatesRunWhileTheNextForwardDoes) {
   const std::vector<Slice> slices = recorded();
   int forwards = 0;
   for (const Slice& forward : slices) {
-    if (forward.category != "test" || ++forwards == 1) continue;  // nothing is owed in the first
+    if (forward.category != "test" || ++forwards == 1) continue;  // nothing is pending in the first
     int updates = 0;
     int operators_first = 0;  // operators that were over before a later update began
     for (const Slice& update : slices) {

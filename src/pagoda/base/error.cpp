@@ -13,7 +13,7 @@ void Error::add_context(ErrorContext item) {
   compose();
 }
 
-std::string Error::told() const {
+std::string Error::user_message() const {
   std::string text = message_;
   for (const ErrorContext& item : contexts_) text += fmt::format(" [{}={}]", item.key, item.value);
   return text;

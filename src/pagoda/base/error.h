@@ -34,7 +34,7 @@ class Error : public std::exception {
   const std::vector<ErrorContext>& contexts() const noexcept { return contexts_; }
   const std::source_location& where() const noexcept { return where_; }
   /// what() without the place in our sources, which is of no use to a caller who is at fault.
-  std::string told() const;
+  std::string user_message() const;
 
   /// Adds what a frame further up knows, before it rethrows.
   void add_context(ErrorContext item);

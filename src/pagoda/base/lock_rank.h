@@ -23,7 +23,7 @@ enum class LockRank : std::uint8_t {
   Passes,
   CustomFunctions,
   // engine/, optim/ and pager/
-  Whereabouts,
+  RankStatus,
   EarlyUpdates,
   Reducer,
   Parking,
@@ -32,7 +32,7 @@ enum class LockRank : std::uint8_t {
   Updater,
   PageTable,
   StorageDeath,
-  Graveyard,
+  DeadPages,
   StagingPool,
   HostMemory,
   FrozenParameters,

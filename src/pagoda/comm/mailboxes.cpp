@@ -68,7 +68,7 @@ bool Mailboxes::run(int me, std::span<Post> posts) {
 void Mailboxes::place(const Lock& lock, Post& post) {
   const bool sends = post.transfer.sends();
   const int peer = post.transfer.peer;
-  if (peer != kAnyone && gone_[index_of(peer)]) return settle(lock, post, State::Lost);
+  if (peer != kAnyone && gone_[index_of(peer)]) return finish(lock, post, State::Lost);
   const std::size_t box = index_of(sends ? peer : post.owner);
   Queues& others = (sends ? receives_ : sends_)[box];
   if (const auto found = others.find(post.transfer.tag); found != others.end()) {
@@ -82,8 +82,8 @@ void Mailboxes::place(const Lock& lock, Post& post) {
       Post& out = sends ? post : other;
       Post& in = sends ? other : post;
       if (out.transfer.out.size() > in.transfer.in.size()) {
-        settle(lock, out, State::Misfit);
-        settle(lock, in, State::Misfit);
+        finish(lock, out, State::Misfit);
+        finish(lock, in, State::Misfit);
         return;
       }
       post.partner = &other;
@@ -109,12 +109,12 @@ void Mailboxes::move(Lock& lock, std::span<Post* const> matched) {
   }
   lock.lock();
   for (Post* post : matched) {
-    settle(lock, *post->partner, State::Done);
-    settle(lock, *post, State::Done);
+    finish(lock, *post->partner, State::Done);
+    finish(lock, *post, State::Done);
   }
 }
 
-void Mailboxes::settle(const Lock&, Post& post, State state) {
+void Mailboxes::finish(const Lock&, Post& post, State state) {
   post.state = state;
   post.waiter->failed |= state == State::Lost || state == State::Misfit;
   --post.waiter->open;
@@ -126,7 +126,7 @@ void Mailboxes::sweep(const Lock& lock, Queues& queues, State state, Which which
   for (auto queue = queues.begin(); queue != queues.end();) {
     std::erase_if(queue->second, [&](Post* post) {
       if (!which(*post)) return false;
-      settle(lock, *post, state);
+      finish(lock, *post, state);
       return true;
     });
     queue = queue->second.empty() ? queues.erase(queue) : std::next(queue);

@@ -75,8 +75,8 @@ class Mailboxes {
   void place(const Lock&, Post& post);
   /// Copies what this thread has matched, without the lock.
   void move(Lock& lock, std::span<Post* const> matched);
-  void settle(const Lock&, Post& post, State state);
-  /// Takes out of `queues` and settles the posts that `which` picks.
+  void finish(const Lock&, Post& post, State state);
+  /// Takes out of `queues` and finishes the posts that `which` picks.
   template <class Which>
   void sweep(const Lock& lock, Queues& queues, State state, Which which);
   void withdraw(const Lock& lock, const Waiter& waiter);

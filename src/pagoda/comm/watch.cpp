@@ -87,7 +87,7 @@ void Watch::run() {
       if (options_.note) beat += kNote + options_.note();
       post(beat);
       look();
-      if (options_.on_notes) tell_notes();
+      if (options_.on_notes) report_notes();
     } catch (const std::exception& error) {
       const int holder = world_.board_rank();
       report(holder, holder < 0 ? fmt::format("the board of the ranks is lost: {}", error.what())
@@ -124,7 +124,7 @@ void Watch::look() {
   }
 }
 
-void Watch::tell_notes() {
+void Watch::report_notes() {
   std::vector<PeerNote> notes;
   for (const Peer& peer : peers_) {
     notes.push_back({peer.rank, peer.note, now_ns() - peer.noted, peer.left});

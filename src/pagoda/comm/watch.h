@@ -76,7 +76,7 @@ class Watch {
   void run();
   /// Reads what the others put, and reports.
   void look();
-  void tell_notes();
+  void report_notes();
   void report(int rank, std::string reason);
   void post(const std::string& value);
   void post_end(std::string value) noexcept;

@@ -125,6 +125,13 @@ pager::Placement pager_placement(Placement placement) {
   return pager::Placement::Auto;
 }
 
+EarlyUpdates::Mode early_mode(const Config& config) noexcept {
+  using Mode = EarlyUpdates::Mode;
+  if (!config.early_updates || config.scales_loss()) return Mode::Never;
+  if (config.clip == 0) return Mode::Final;
+  return config.clip_ahead ? Mode::Reversible : Mode::Never;
+}
+
 int ranks_here(int ranks) {
   const char* text = std::getenv("LOCAL_WORLD_SIZE");
   int here = 0;

@@ -6,6 +6,7 @@
 
 #include "pagoda/device/device.h"
 #include "pagoda/engine/config.h"
+#include "pagoda/engine/early_updates.h"
 #include "pagoda/pager/tiers.h"
 
 namespace pagoda::engine {
@@ -18,6 +19,9 @@ std::shared_ptr<device::Device> make_device(const Config& config);
 
 /// The configuration's word for a place, as the pager says it.
 pager::Placement pager_placement(Placement placement);
+
+/// Whether, and how, updates begin early under this configuration.
+EarlyUpdates::Mode early_mode(const Config& config) noexcept;
 
 /// How many of the ranks are on this machine, as torchrun says; all, where nobody says it.
 int ranks_here(int ranks);

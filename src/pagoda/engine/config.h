@@ -100,6 +100,8 @@ struct Config {
   /// For tests: a wait to be left out. Not a key.
   pager::DroppedWait dropped_wait = pager::DroppedWait::None;
 
+  bool scales_loss() const noexcept { return loss_scale.kind != LossScale::Kind::None; }
+
   /// Reads a JSON object. Sizes may be numbers or texts ("8GiB"). What is not named, or null, keeps
   /// its default. An unknown key is an error that names the nearest one. Does not validate().
   static Config from_json(std::string_view text);

@@ -262,10 +262,11 @@ std::vector<ConfigField> make_fields() {
       real(PAGODA_FIELD(clip), true, "Largest norm of all gradients together; 0: no clipping"),
       truth(
           PAGODA_FIELD(clip_ahead),
-          "Let updates begin before the norm is known if the last step did not clip, and undo them "
-          "exactly if this one does, where all states are in host memory; takes room there for the "
-          "optimizer's and for the parameters once more (14 bytes a parameter of AdamW in bf16), "
-          "as far as there is any"),
+          "Let updates begin before the norm is known if the last step did not clip, and roll them "
+          "back exactly if this one does, where all states are in host memory; takes room there "
+          "for "
+          "the optimizer's and for the parameters once more (14 bytes a parameter of AdamW in "
+          "bf16), as far as there is any"),
       loss_scale(PAGODA_FIELD(loss_scale),
                  "What the loss is multiplied by; dynamic follows overflows (for fp16)"),
       real(PAGODA_FIELD(loss_scale_initial), false, "Where a dynamic loss scale starts"),
@@ -302,9 +303,10 @@ std::vector<ConfigField> make_fields() {
           "fp32 masters of one buffer, which has room for all that belongs to them: state is read, "
           "updated and written so much at a time",
           kLeastPiece, kMostPiece),
-      whole(PAGODA_FIELD(update_buffers), 2U, kThreads,
-            "Chunks of optimizer state in memory at a time; fewer, but four, where they were more "
-            "than an eighth of host_budget"),
+      whole(
+          PAGODA_FIELD(update_buffers), 2U, kThreads,
+          "Chunks of optimizer state in memory at a time; fewer where they would take more than an "
+          "eighth of host_budget, at least 4"),
       bytes(PAGODA_FIELD(staging),
             "Host memory of each fetch thread, between files, ranks and device", kLeastStaging,
             kMostPiece),

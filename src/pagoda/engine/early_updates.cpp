@@ -97,7 +97,7 @@ void EarlyUpdates::require_may_write(const TrainedPage& page) {
 pager::RawWrites EarlyUpdates::raw_writes() const {
   const Lock lock(mutex_);
   if (!in_window(lock)) return pager::RawWrites::Count;
-  return refuses(lock) ? pager::RawWrites::Refuse : pager::RawWrites::Tell;
+  return refuses(lock) ? pager::RawWrites::Refuse : pager::RawWrites::Report;
 }
 
 void EarlyUpdates::roll_back(std::span<TrainedPage* const> pages) {

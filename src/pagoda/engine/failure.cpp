@@ -26,7 +26,7 @@ std::string text_of(const std::exception_ptr& error) {
 
 /// Whether the message says which ranks it is about. A lost connection does: the rank that noticed
 /// it is not the one that failed.
-bool tells_whole_story(const std::exception_ptr& error) {
+bool names_the_rank(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
   } catch (const RankFailed&) {
@@ -93,8 +93,8 @@ void Failure::fail(std::exception_ptr error, log::Level level) noexcept {
   {
     const std::lock_guard lock(mutex_);
     if (error_ != nullptr || closed_) return;
-    ++telling_;
-    if (ending_) level = log::Level::Debug;  // what was owed is dropped, on every rank
+    ++notifying_;
+    if (ending_) level = log::Level::Debug;  // pending updates are dropped, on every rank
     error_ = error;
     why_ = message_of(error);
     failed_.store(true, std::memory_order_release);
@@ -103,14 +103,20 @@ void Failure::fail(std::exception_ptr error, log::Level level) noexcept {
   log::write(level, "engine", "stopped by an error", {{"cause", text_of(error)}});
   if (!alone) {
     try {
-      world_.put(key("failed", world_.rank()), (tells_whole_story(error) ? kHeard : kOwn) + why_);
+      world_.put(key("failed", world_.rank()), (names_the_rank(error) ? kHeard : kOwn) + why_);
     } catch (const std::exception&) {  // the board is gone, and the others know it
     }
   }
   for (const Listener& listener : listeners_) listener(error, why_);  // none is added any more
   const std::lock_guard lock(mutex_);
-  --telling_;
+  --notifying_;
   changed_.notify_all();
+}
+
+void Failure::fail_and_throw() {
+  fail(std::current_exception());
+  check();
+  throw;
 }
 
 void Failure::listen(Listener listener) {
@@ -122,12 +128,12 @@ void Failure::listen(Listener listener) {
       return;
     }
     if (closed_) return;
-    ++telling_;
+    ++notifying_;
     error = error_;
   }
   listener(error, why_);
   const std::lock_guard lock(mutex_);
-  --telling_;
+  --notifying_;
   changed_.notify_all();
 }
 
@@ -140,10 +146,10 @@ void Failure::ending() {
 void Failure::close() noexcept {
   std::unique_lock lock(mutex_);
   closed_ = true;
-  changed_.wait(lock, [&] { return telling_ == 0; });
+  changed_.wait(lock, [&] { return notifying_ == 0; });
 }
 
-bool Failure::await(std::chrono::duration<double> limit) const {
+bool Failure::wait(std::chrono::duration<double> limit) const {
   std::unique_lock lock(mutex_);
   return changed_.wait_for(lock, limit, [&] { return error_ != nullptr || ending_; });
 }
@@ -172,21 +178,21 @@ std::exception_ptr Failure::root_cause(std::exception_ptr error) noexcept {
       if (rank != world_.rank() && rank != peer) ranks.push_back(rank);
     }
     // What the lost rank says of itself; then what another has met; then what one has heard.
-    const auto told = [&](int rank, bool hearsay) -> std::exception_ptr {
+    const auto failure_of = [&](int rank, bool hearsay) -> std::exception_ptr {
       const auto why = world_.get(key("failed", rank));
       if (why.has_value() && !why->empty() && (why->front() == kHeard) != hearsay) return nullptr;
       const auto fate = fate_of(rank);
       return fate ? std::make_exception_ptr(RankFailed(*fate)) : nullptr;
     };
     if (peer >= 0) {
-      if (auto cause = told(peer, false)) return cause;
+      if (auto cause = failure_of(peer, false)) return cause;
     }
     for (const int rank : ranks) {
       const auto why = world_.get(key("failed", rank));
-      if (why.has_value() && !why->empty() && why->front() == kOwn) return told(rank, false);
+      if (why.has_value() && !why->empty() && why->front() == kOwn) return failure_of(rank, false);
     }
     for (const int rank : ranks) {
-      if (auto cause = told(rank, true)) return cause;
+      if (auto cause = failure_of(rank, true)) return cause;
     }
   } catch (const std::exception&) {  // the board is gone, too
   }
@@ -218,7 +224,7 @@ std::optional<std::string> Failure::fate_of(int rank) const {
   return std::nullopt;
 }
 
-std::string Failure::story_of(int rank, std::string known) const noexcept {
+std::string Failure::describe(int rank, std::string known) const noexcept {
   try {
     if (const auto fate = rank < 0 ? std::nullopt : fate_of(rank)) return *fate;
   } catch (const std::exception&) {  // the board is gone
@@ -226,7 +232,7 @@ std::string Failure::story_of(int rank, std::string known) const noexcept {
   return known;
 }
 
-void Failure::await_heard(std::chrono::duration<double> limit) const noexcept {
+void Failure::wait_until_heard(std::chrono::duration<double> limit) const noexcept {
   constexpr auto kLook = std::chrono::milliseconds(10);
   const Stopwatch watch;
   try {

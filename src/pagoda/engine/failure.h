@@ -67,6 +67,8 @@ class Failure {
   void check() const;
   /// The engine cannot go on: keeps the first error, tells the other ranks and every listener.
   void fail(std::exception_ptr error, log::Level level = log::Level::Error) noexcept;
+  /// In a handler: fails with the error that is handled, and throws the first one.
+  [[noreturn]] void fail_and_throw();
   /// Tells `listener` of the first error: at once, if there has been one.
   void listen(Listener listener);
 
@@ -75,7 +77,7 @@ class Failure {
   /// Nobody is told any more. Returns when nobody is being told.
   void close() noexcept;
   /// Waits for a failure or the end, at most so long; whether one of them came.
-  bool await(std::chrono::duration<double> limit) const;
+  bool wait(std::chrono::duration<double> limit) const;
 
   /// This rank's engine has ended in good order, `where`: so the board says.
   void post_end(std::string_view where);
@@ -85,10 +87,10 @@ class Failure {
   /// What the board says of a rank that can no longer be reached: why it failed or where it ended.
   std::optional<std::string> fate_of(int rank) const;
   /// What to say of a rank: what the board says of it, or else `known`.
-  std::string story_of(int rank, std::string known) const noexcept;
+  std::string describe(int rank, std::string known) const noexcept;
   /// After a failure: waits until the other ranks have heard of it or have ended, at most so long.
   /// The board may be in this process, and go with it.
-  void await_heard(std::chrono::duration<double> limit) const noexcept;
+  void wait_until_heard(std::chrono::duration<double> limit) const noexcept;
 
  private:
   std::exception_ptr root_cause(std::exception_ptr error) noexcept;
@@ -105,7 +107,7 @@ class Failure {
   std::string why_;                  // guarded by mutex_
   bool ending_ = false;              // guarded by mutex_
   bool closed_ = false;              // guarded by mutex_
-  int telling_ = 0;                  // guarded by mutex_: threads that tell listeners
+  int notifying_ = 0;                // guarded by mutex_: threads that call listeners
 };
 
 }  // namespace pagoda::engine

@@ -12,7 +12,7 @@ namespace {
 
 using optim::TrainedPage;
 
-std::string message_of(const std::exception_ptr& error) {
+std::string reason_of(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
   } catch (const Error& known) {
@@ -108,7 +108,7 @@ std::vector<TrainedPage*> FrozenParameters::admit(const FrozenSet& thawed, Askin
     all_or_none(group, [&] { options_.take_homes(pages); });
   } catch (const NoneDid& stopped) {
     options_.drop_homes(pages);
-    refuse(fresh, message_of(stopped.error));
+    refuse(fresh, reason_of(stopped.error));
     return {};
   }
   for (const std::size_t i : fresh) {

@@ -63,7 +63,15 @@ std::vector<std::vector<Range>> pieces(const TrainedPage& page, const pager::Sha
 
 }  // namespace
 
-double gradient_norm(Pages pages, const pager::Sharding& sharding, comm::Group* group) {
+void GradientGather::measure(Pages pages) {
+  for (const auto& page : pages) {
+    if (!page->filled() || !page->squares.empty() || page->reduced.empty()) continue;
+    gradients_.measure(*page);
+  }
+}
+
+double GradientGather::norm(Pages pages, comm::Group* group) const {
+  const pager::Sharding& sharding = pager_.sharding();
   double total = 0;
   if (group == nullptr) {
     for (const auto& page : pages) total += kernels::add_in_order(page->squares);
@@ -83,9 +91,10 @@ double gradient_norm(Pages pages, const pager::Sharding& sharding, comm::Group* 
   return std::sqrt(total);
 }
 
-void gather_gradients(std::span<TrainedPage* const> pages, pager::Tiers& tiers,
-                      const pager::Sharding& sharding, std::span<std::byte> buffer,
-                      comm::Group& group) {
+void GradientGather::gather(std::span<TrainedPage* const> pages, comm::Group& group) {
+  pager::Tiers& tiers = pager_.tiers();
+  const pager::Sharding& sharding = pager_.sharding();
+  const std::span<std::byte> buffer = gradients_.scratch().first(piece_);
   const auto ranks = static_cast<std::size_t>(group.size());
   const auto me = static_cast<std::size_t>(group.rank());
   for (TrainedPage* page : pages) {
@@ -111,19 +120,23 @@ void gather_gradients(std::span<TrainedPage* const> pages, pager::Tiers& tiers,
   }
 }
 
-void gather_values(const TrainedPage& page, optim::Gradients& gradients,
-                   const pager::Sharding& sharding, Bytes piece, std::span<float> to,
-                   comm::Group& group) {
+void GradientGather::read(const TrainedPage& page, std::span<float> to, comm::Group* of) {
+  if (of == nullptr) {
+    gradients_.read(page, 0, to);
+    return;
+  }
+  comm::Group& group = *of;
+  const pager::Sharding& sharding = pager_.sharding();
   const auto ranks = static_cast<std::size_t>(group.size());
   const auto me = static_cast<std::size_t>(group.rank());
-  std::vector<float> unseen(to.empty() ? std::min(page.elements(), piece / sizeof(float)) : 0);
-  for (const std::vector<Range>& ranges : pieces(page, sharding, ranks, piece / sizeof(float))) {
+  std::vector<float> unseen(to.empty() ? std::min(page.elements(), piece_ / sizeof(float)) : 0);
+  for (const std::vector<Range>& ranges : pieces(page, sharding, ranks, piece_ / sizeof(float))) {
     std::vector<std::span<float>> parts(ranks);
     for (std::size_t r = 0, used = 0; r < ranks; used += ranges[r++].size()) {
       parts[r] = to.empty() ? std::span(unseen).subspan(used, ranges[r].size())
                             : to.subspan(ranges[r].begin, ranges[r].size());
     }
-    if (!ranges[me].empty()) gradients.read(page, ranges[me].begin, parts[me]);
+    if (!ranges[me].empty()) gradients_.read(page, ranges[me].begin, parts[me]);
     std::vector<std::span<std::byte>> bytes;
     for (const std::span<float> part : parts) bytes.push_back(std::as_writable_bytes(part));
     group.all_gather(bytes[me], bytes);

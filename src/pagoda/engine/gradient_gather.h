@@ -8,27 +8,39 @@
 #include "pagoda/comm/group.h"
 #include "pagoda/optim/gradients.h"
 #include "pagoda/optim/trained_page.h"
-#include "pagoda/pager/sharding.h"
-#include "pagoda/pager/tiers.h"
+#include "pagoda/pager/pager.h"
 
 namespace pagoda::engine {
 
-/// The norm of all gradients, from the sums of squares that every rank keeps of its parts. The bits
-/// do not depend on how many ranks there are. A collective; `group` null: one rank.
-double gradient_norm(std::span<const std::unique_ptr<optim::TrainedPage>> pages,
-                     const pager::Sharding& sharding, comm::Group* group);
+/// Brings together what each rank has of the gradients: norms, and whole gradients. One thread at a
+/// time for each group; collectives, but where the group is null: one rank.
+class GradientGather {
+ public:
+  using Pages = std::span<const std::unique_ptr<optim::TrainedPage>>;
 
-/// Every rank gets the whole reduced gradient of these pages, of which it has its own part. A
-/// collective, of buffer.size() bytes at a time, the same on all ranks; what is not in memory
-/// passes through the buffer.
-void gather_gradients(std::span<optim::TrainedPage* const> pages, pager::Tiers& tiers,
-                      const pager::Sharding& sharding, std::span<std::byte> buffer,
-                      comm::Group& group);
+  GradientGather(optim::Gradients& gradients, pager::Pager& pager)
+      : gradients_(gradients), pager_(pager) {}
 
-/// The same for one page, as fp32 to where the caller wants it, and without keeping it. `to` is
-/// empty where nobody looks. `piece` bytes at a time, the same on all ranks.
-void gather_values(const optim::TrainedPage& page, optim::Gradients& gradients,
-                   const pager::Sharding& sharding, Bytes piece, std::span<float> to,
-                   comm::Group& group);
+  /// Bytes that ranks gather at a time, the same on all of them: `staging`, or less where one has
+  /// less.
+  void set_piece(Bytes bytes) noexcept { piece_ = bytes; }
+
+  /// Takes the sums of squares of pages that have a gradient and no sums. No collective.
+  void measure(Pages pages);
+  /// The norm of all gradients, from the sums of squares that every rank keeps of its shards. The
+  /// bits do not depend on how many ranks there are.
+  double norm(Pages pages, comm::Group* group) const;
+  /// Every rank gets the whole reduced gradient of these pages, of which it has its own shard. What
+  /// is not in memory passes through the gradients' scratch buffer.
+  void gather(std::span<optim::TrainedPage* const> pages, comm::Group& group);
+  /// The same for one page, as fp32 to where the caller wants it, and without keeping it. `to` is
+  /// empty where nobody looks.
+  void read(const optim::TrainedPage& page, std::span<float> to, comm::Group* group);
+
+ private:
+  optim::Gradients& gradients_;
+  pager::Pager& pager_;
+  Bytes piece_ = 0;
+};
 
 }  // namespace pagoda::engine

@@ -28,11 +28,11 @@ void Ranks::watch(Watching watching) {
   options.name = name();
   options.timeout = milliseconds(watching_.timeout);
   options.interval = milliseconds(watching_.heartbeat);
-  options.note = [this] { return whereabouts_.note(watching_.activity); };
+  options.note = [this] { return status_.note(watching_.activity); };
   options.on_notes = [this](std::span<const comm::PeerNote> notes) { look_at_others(notes); };
   watch_ = std::make_unique<comm::Watch>(*world_, options, [this](int rank, std::string reason) {
     failure_.lost(rank);
-    failure_.fail(std::make_exception_ptr(RankFailed(failure_.story_of(rank, std::move(reason)))));
+    failure_.fail(std::make_exception_ptr(RankFailed(failure_.describe(rank, std::move(reason)))));
   });
   failure_.listen([this](const auto&, const auto& why) { watch_->fail(why); });
 }
@@ -43,10 +43,10 @@ void Ranks::look_at_others(std::span<const comm::PeerNote> notes) {
       std::chrono::nanoseconds(std::chrono::duration_cast<std::chrono::nanoseconds>(
                                    std::chrono::duration<double>(watching_.timeout)))
           .count();
-  others_idle_.store(Whereabouts::all_idle(notes, timeout));
+  others_idle_.store(RankStatus::all_idle(notes, timeout));
   const auto idle =
-      Whereabouts::idle_peer(notes, whereabouts_.in_call().value_or(watching_.in_backward()),
-                             rank(), watching_.waited(), timeout);
+      RankStatus::idle_peer(notes, status_.in_call().value_or(watching_.in_backward()), rank(),
+                            watching_.waited(), timeout);
   if (idle) failure_.fail(std::make_exception_ptr(Diverged(*idle)));
 }
 

@@ -14,7 +14,7 @@
 #include "pagoda/comm/watch.h"
 #include "pagoda/comm/world.h"
 #include "pagoda/engine/failure.h"
-#include "pagoda/engine/whereabouts.h"
+#include "pagoda/engine/rank_status.h"
 
 namespace pagoda::engine {
 
@@ -46,15 +46,15 @@ class Ranks {
     double timeout = 0;
     double heartbeat = 0;
     /// Counts what this rank has done for itself.
-    Whereabouts::Activity activity;
+    RankStatus::Activity activity;
     /// Where this rank is when it is in no call, and how long it has waited for the others there.
     std::function<std::string()> in_backward;
     std::function<Nanos()> waited;
   };
   /// From now on a rank that is gone or idle is a failure.
   void watch(Watching watching);
-  Whereabouts& whereabouts() noexcept { return whereabouts_; }
-  const Whereabouts& whereabouts() const noexcept { return whereabouts_; }
+  RankStatus& status() noexcept { return status_; }
+  const RankStatus& status() const noexcept { return status_; }
   /// Whether nobody who has not ended does anything any more.
   bool others_idle() const noexcept { return others_idle_.load(); }
 
@@ -72,7 +72,7 @@ class Ranks {
   const std::shared_ptr<comm::World> world_;
   const unsigned number_;  // of this engine, among those of its world
   Failure failure_;        // before every thread that may fail, and after it
-  Whereabouts whereabouts_;
+  RankStatus status_;
   std::atomic<bool> others_idle_{false};
   std::unique_ptr<comm::Group> calls_;
   std::unique_ptr<comm::Group> control_;

@@ -377,7 +377,7 @@ void Reducer::run_alone(Lock& lock) {
   TrainedPage& page = *arrival.contribution.page;
   arrival.contribution.present = trained_ones(arrival.contribution);
   early_.before_add(page);
-  updater_.await_part(*page.page);
+  updater_.wait_for_shard(*page.page);
   const std::byte* direct = in_host_memory(arrival);
   std::byte* as_is = nullptr;
   if (direct != nullptr) {
@@ -516,7 +516,7 @@ void Reducer::exchange(std::span<const Item> bucket, Round* round) {
     }
     if (any) {
       early_.before_add(page);
-      updater_.await_part(*page.page);
+      updater_.wait_for_shard(*page.page);
       if (!range.empty()) gradients_.add(page, range.begin, range.size(), parts, present);
       if (item.last) gradients_.added(page, present);
     }

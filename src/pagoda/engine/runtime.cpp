@@ -11,46 +11,18 @@
 #include "pagoda/base/log.h"
 #include "pagoda/base/trace.h"
 #include "pagoda/device/ordering_checker.h"
+#include "pagoda/engine/agreement.h"
 #include "pagoda/engine/backend.h"
-#include "pagoda/engine/gradient_gather.h"
-#include "pagoda/engine/host_need.h"
 #include "pagoda/engine/user_writes.h"
-#include "pagoda/io/checksum.h"
 
 namespace pagoda::engine {
-namespace {
 
 using optim::TrainedPage;
 using pager::Page;
-using pager::Placement;
-using pager::Range;
 using pager::Tier;
 
-/// Threads that update beside the updater's own. Where the model runs on a device, up to two cores
-/// are nobody's: a thread that launches its operators and waits for a core lets the device wait,
-/// too, and one that adds a gradient or brings a page keeps operators waiting.
-unsigned spare_cores(device::DeviceKind kind) {
-  const unsigned cores = std::max(2U, std::thread::hardware_concurrency());
-  return cores - (kind == device::DeviceKind::Host ? 1U : std::clamp(cores / 5, 1U, 3U));
-}
-
-optim::LossScale::Options loss_scale_options(const Config& config) {
-  optim::LossScale::Options options;
-  if (config.loss_scale.kind == LossScale::Kind::None) return options;
-  options.dynamic = config.loss_scale.kind == LossScale::Kind::Dynamic;
-  options.initial = options.dynamic ? config.loss_scale_initial : config.loss_scale.value;
-  options.smallest = config.loss_scale_minimum;
-  options.window = config.loss_scale_window;
-  return options;
-}
-
-}  // namespace
-
 Runtime::Runtime(const Config& config, std::shared_ptr<comm::World> world)
-    : config_(config),
-      ranks_(std::move(world)),
-      scale_(loss_scale_options(config)),
-      trace_(config.trace, config.trace_steps, rank(), ranks()) {
+    : config_(config), ranks_(std::move(world)) {
   try {
     build();
     if (!alone()) watch_others();
@@ -62,118 +34,6 @@ Runtime::Runtime(const Config& config, std::shared_ptr<comm::World> world)
     }
     throw;
   }
-}
-
-void Runtime::build() {
-  config_.validate();
-  const auto on_failure = [this](std::exception_ptr error) { fail(std::move(error)); };
-  device_ = make_device(config_);
-  tiers_ = make_tiers(config_, device_, ranks());
-  if (config_.activation_reserve > 0) {
-    left_free_ =
-        tiers_->budget(Tier::Host).reserve(config_.activation_reserve, "activation_reserve");
-  }
-  pager::Pager::Options pages;
-  pages.fetch_threads = config_.fetch_threads;
-  pages.staging = config_.staging;
-  pages.least_lookup = device_->reads_pinned_memory() ? config_.lookup_in_place : 0;
-  pages.rank = rank();
-  pages.sharding = {ranks()};
-  pages.dropped_wait = config_.dropped_wait;
-  if (!config_.pin_advice.empty()) pages.pin_advice = config_.pin_advice;
-  pager_ = std::make_unique<pager::Pager>(*tiers_, pages);
-  failure_.listen([this](const auto&, const std::string& why) { pager_->refuse(why); });
-  oracle_ = std::make_unique<prefetch::Oracle>();
-  if (config_.prefetch) pager_->set_foresight(oracle_.get());
-
-  pool_ = std::make_unique<ThreadPool>(
-      config_.update_threads != 0 ? config_.update_threads : spare_cores(device_->kind()),
-      "update");
-  optim::Updater::Options updates;
-  updates.master16 = config_.master == Master::Split ? optim::StateLayout::Master::Split
-                                                     : optim::StateLayout::Master::Whole;
-  updates.moments =
-      config_.moments == MomentType::Bf16 ? kernels::Dtype::BF16 : kernels::Dtype::F32;
-  updates.chunk = align_up(config_.update_chunk / sizeof(float), pager::Sharding::kBlock);
-  updates.buffers = update_buffers(config_, device_->kind(), ranks());
-  updates.seed = config_.seed;
-  updates.on_failure = on_failure;
-  updater_ = std::make_unique<optim::Updater>(*pager_, *pool_, updates);
-  failure_.listen([this](const auto& error, const auto&) { updater_->fail(error); });
-  pager_->set_debts(updater_.get());
-  placer_ = std::make_unique<StatePlacer>(config_, *pager_, *updater_, rules_, ranks());
-
-  optim::Gradients::Options sums;
-  sums.scale = config_.reduction == Reduction::Sum ? 1.0F : 1.0F / static_cast<float>(ranks());
-  sums.squares = config_.clip > 0 || scales_loss();
-  sums.staging = config_.staging;
-  gradients_ = std::make_unique<optim::Gradients>(*tiers_, *pool_, sums);
-
-  if (!alone()) connect();
-  early_ =
-      std::make_unique<EarlyUpdates>(*pager_, *updater_, early_mode(), [this](TrainedPage& page) {
-        TrainedPage* const one = &page;
-        if (config_.zero == 0 && !alone()) {
-          gather_gradients({&one, 1}, *tiers_, pager_->sharding(), gather_buffer(),
-                           *ranks_.gradients());
-          page.gathered = true;
-        }
-      });
-  updater_->set_callbacks(
-      [this](TrainedPage& page, std::uint64_t version) {
-        return shards_ == nullptr || shards_->part_updated(page, version);
-      },
-      [this](Page& page) {
-        if (early_->in_window()) early_->require_may_write(*trained(page));
-        if (shards_ != nullptr) shards_->await_served(page);
-        check();
-      },
-      [this](Page& page) {
-        if (shards_ != nullptr) shards_->await_served(page);
-        check();
-      });
-  frozen_ = std::make_unique<FrozenParameters>(FrozenParameters::Options{
-      [this](std::span<TrainedPage* const> pages) { take_homes_of_thawed(pages); },
-      [this](std::span<TrainedPage* const> pages) { drop_homes_of_thawed(pages); },
-      [this](TrainedPage& page) { updater_->add(page, rules_.at_attach(page)); }});
-  Reducer::Options rounds;
-  rounds.bucket = config_.bucket;
-  rounds.device_limit = tiers_->gradient_staging();
-  rounds.on_failure = on_failure;
-  rounds.in_backward = [this] { return in_call(Call::Backward); };
-  reducer_ =
-      std::make_unique<Reducer>(Reducer::Groups{ranks_.calls(), ranks_.gradients()}, *pager_,
-                                *gradients_, *updater_, *early_, *frozen_, std::move(rounds));
-  failure_.listen([this](const auto& error, const auto&) { reducer_->fail(error); });
-}
-
-/// What ranks have beside what one rank has: groups, and shards that others ask for.
-void Runtime::connect() {
-  ranks_.connect();
-  ShardExchange::Options shards;
-  shards.rank = rank();
-  shards.whole_pages = config_.zero == 1 || config_.zero == 2;
-  shards.staging = config_.staging;
-  shards.on_failure = [this](std::exception_ptr error) { fail(std::move(error)); };
-  shards.on_end = [this](const std::string& reason) { pulls_ended(reason); };
-  shards_ = std::make_unique<ShardExchange>(ranks_.world().make_group("pulls"), *pager_, *updater_,
-                                            std::move(shards));
-  failure_.listen([this](const auto&, const auto& why) { shards_->fail(why); });
-  pager_->set_remote(shards_.get());
-}
-
-void Runtime::watch_others() {
-  Ranks::Watching watching;
-  watching.timeout = config_.timeout;
-  watching.heartbeat = config_.heartbeat;
-  watching.activity = [this] {
-    const pager::PagerStats pages = pager_->stats();
-    return pages.touches + pages.lookups + pages.device_to_host + reducer_->stats().contributions +
-           updater_->stats().pages;
-  };
-  watching.in_backward = [this] { return where_in(Call::Backward); };
-  watching.waited = [this] { return reducer_->waiting(); };
-  ranks_.watch(std::move(watching));
 }
 
 Runtime::~Runtime() {
@@ -193,15 +53,15 @@ Runtime::~Runtime() {
   pager_->stop_fetching();
   shards_.reset();
   updater_.reset();
-  pager_->set_debts(nullptr);
+  pager_->set_pending_updates(nullptr);
   pager_->set_foresight(nullptr);
-  trained_.clear();
+  model_.reset();
   frozen_.reset();
   pager_.reset();
   ranks_.disconnect();
   // Their connections are closed: the others look at the board now, which may be in this process.
   if (cause && !alone()) {
-    failure_.await_heard(
+    failure_.wait_until_heard(
         std::chrono::duration<double>(std::min(config_.timeout, 2 * config_.heartbeat + 1)));
   }
 }
@@ -210,7 +70,7 @@ std::string Runtime::close(const std::function<void()>& give_back) noexcept {
   failure_.ending();
   if (std::exchange(closed_, true)) return {};
   try {
-    linger();
+    wait_for_others_to_close();
     give_back_together(give_back);
     return {};
   } catch (const std::exception& error) {  // the board may be gone: so are the others
@@ -223,12 +83,12 @@ std::string Runtime::close(const std::function<void()>& give_back) noexcept {
 
 /// Other ranks may still read this one's shards: it stays until they have ended, too, or do nothing
 /// any more.
-void Runtime::linger() {
+void Runtime::wait_for_others_to_close() {
   failure_.check();
   if (alone()) return;
   constexpr auto kLook = std::chrono::milliseconds(2);
   const std::string where = where_in(Call::Close);
-  ranks_.whereabouts().ends(where);
+  ranks_.status().ends(where);
   failure_.post_end(where);
   reducer_->announce(in_call(Call::Close));
   while (!reducer_->met() && !failed() && !ranks_.others_idle()) std::this_thread::sleep_for(kLook);
@@ -243,7 +103,7 @@ void Runtime::give_back_together(const std::function<void()>& give_back) {
   if (wanted == 0) return;
   std::exception_ptr cause;
   try {
-    settle();  // what early updates have computed was never seen, and is forgotten
+    wait_for_updates();  // what early updates have computed was never seen, and is forgotten
     check_order();
     if (give_back) give_back();
   } catch (...) {
@@ -258,17 +118,10 @@ void Runtime::check() const {
   failure_.check();
 }
 
-void Runtime::fail_and_throw() {
-  fail(std::current_exception());
-  check();
-  throw;
-}
-
 /// This rank can no longer answer the others. If that is because one of them is gone, whoever
 /// notices which one says so; within the time that a silent rank is given.
 void Runtime::pulls_ended(const std::string& reason) {
-  if (failure_.await(std::chrono::duration<double>(config_.timeout + 2 * config_.heartbeat)))
-    return;
+  if (failure_.wait(std::chrono::duration<double>(config_.timeout + 2 * config_.heartbeat))) return;
   fail(std::make_exception_ptr(
       EngineError(fmt::format("pages can no longer be served: {}", reason))));
 }
@@ -276,16 +129,16 @@ void Runtime::pulls_ended(const std::string& reason) {
 std::string Runtime::where_in(Call call) const {
   Collective out;
   out.call = call;
-  out.steps = ranks_.whereabouts().steps();
+  out.steps = ranks_.status().steps();
   return out.where();
 }
 
 Collective Runtime::in_call(Call call) const {
   Collective out;
   out.call = call;
-  out.steps = ranks_.whereabouts().steps();
+  out.steps = ranks_.status().steps();
   out.rules = rules_.hash();
-  if (!alone()) out.writes = UserWrites(*pager_, pages_).hash();
+  if (!alone()) out.writes = UserWrites(*pager_, model_->pages()).hash();
   return out;
 }
 
@@ -295,17 +148,62 @@ Collective Runtime::meet(Collective mine) {
   if (call == Call::Step || call == Call::Join) early_->step_waits(rules_.now());
   try {
     ranks_met_ = reducer_->meet(std::move(mine));
-    take_joined();
+    model_->take_joined();
     return call_of_all(ranks_met_);
   } catch (...) {
-    fail_and_throw();
+    failure_.fail_and_throw();
   }
 }
 
-TrainedPage* Runtime::trained(const Page& page) noexcept {
-  const auto found = std::find_if(trained_.begin(), trained_.end(),
-                                  [&](const auto& trained) { return trained->page == &page; });
-  return found == trained_.end() ? frozen_->find(page) : found->get();
+std::vector<Page*> Runtime::attach(const std::vector<Page*>& pages, std::vector<TrainedSpec> specs,
+                                   std::vector<Optimizer> groups, std::vector<FrozenSpec> frozen) {
+  return attach([&] {
+    return ModelSpec{pages, std::move(specs), std::move(groups), {}, std::move(frozen)};
+  });
+}
+
+std::vector<Page*> Runtime::attach(const std::function<ModelSpec()>& describe) {
+  check();
+  PAGODA_REQUIRE(model_->empty(), "a model is attached already: release() it first");
+  PAGODA_TRACE("engine", "attach");
+  const RankStatus::InCall inside(ranks_.status(), where_in(Call::Attach));
+  meet(in_call(Call::Attach));
+  std::vector<Page*> overwritten = attacher_->attach(describe);
+  stepper_->trace_next();
+  return overwritten;
+}
+
+void Runtime::undo_attach(const std::function<void()>& copy) {
+  try {
+    copy();
+    std::uint64_t done = 1;
+    if (!alone()) ranks_.control()->all_reduce_max({&done, 1});
+  } catch (...) {
+    failure_.fail_and_throw();
+  }
+}
+
+void Runtime::release(const std::function<void()>& copy) {
+  const RankStatus::InCall inside(ranks_.status(), where_in(Call::Release));
+  meet(in_call(Call::Release));
+  try {
+    wait_for_updates();  // what early updates have computed was never seen, and is forgotten
+    check_order();
+    // Nobody forgets anything before all have what they need of it.
+    all_or_none(ranks_.control(), copy);
+    attacher_->detach();
+  } catch (const NoneDid& stopped) {  // none has changed anything
+    std::rethrow_exception(stopped.error);
+  } catch (const UserError&) {  // updates have begun, on all ranks
+    throw;
+  } catch (...) {
+    failure_.fail_and_throw();
+  }
+}
+
+void Runtime::drop(Page& page) {
+  if (shards_ != nullptr) shards_->unshare(page);
+  pager_->drop(page);
 }
 
 void Runtime::begin_backward(bool last) {
@@ -335,13 +233,11 @@ void Runtime::backward_failed() {
 }
 
 pager::RawWrites Runtime::raw_writes(const Page& page) {
-  const bool is_trained = std::any_of(trained_.begin(), trained_.end(),
-                                      [&](const auto& one) { return one->page == &page; });
-  return is_trained ? early_->raw_writes() : pager::RawWrites::Count;
+  return model_->trains(page) ? early_->raw_writes() : pager::RawWrites::Count;
 }
 
 void Runtime::check_raw_writes() {
-  const std::vector<std::string> written = pager_->take_told_writes();
+  const std::vector<std::string> written = pager_->take_reported_writes();
   if (written.empty()) return;
   early_->require_no_window(
       fmt::format("a write to parameter '{}' under engine.pin()", written[0]));
@@ -374,41 +270,76 @@ void Runtime::set_optimizer(std::size_t group, const Optimizer& optimizer) {
 }
 
 void Runtime::set_clip(double clip) {
-  PAGODA_REQUIRE(!attached(), "clip can be set before attach() only");
+  PAGODA_REQUIRE(model_->empty(), "clip can be set before attach() only");
   Config changed = config_;
   changed.clip = clip;
   changed.validate();
   config_.clip = clip;
-  gradients_->keep_squares(clip > 0 || scales_loss());
-  early_->set_mode(early_mode());
+  gradients_->keep_squares(clip > 0 || config_.scales_loss());
+  early_->set_mode(early_mode(config_));
 }
 
-EarlyUpdates::Mode Runtime::early_mode() const noexcept {
-  using Mode = EarlyUpdates::Mode;
-  if (!config_.early_updates || scales_loss()) return Mode::Never;
-  if (config_.clip == 0) return Mode::Final;
-  return config_.clip_ahead ? Mode::Reversible : Mode::Never;
+StepResult Runtime::step(const std::function<void(Page&)>& bumped) {
+  check();
+  check_raw_writes();
+  const RankStatus::InCall inside(ranks_.status(), where_in(Call::Step));
+  meet(in_call(Call::Step));
+  const StepResult result = stepper_->step(ranks_met_, false, bumped);
+  stepper_->trace_next();
+  return result;
 }
 
-void Runtime::settle() {
-  updater_->settle_all();
-  if (shards_ != nullptr) shards_->settle();
+void Runtime::join(const std::function<void(Page&)>& bumped) {
+  const RankStatus::InCall inside(ranks_.status(), where_in(Call::Join));
+  for (;;) {
+    const Collective all = meet(in_call(Call::Join));
+    switch (all.call) {
+      case Call::ZeroGrad:
+        clear_gradients();
+        break;
+      case Call::GradNorm:
+        if (frozen_->refusal().empty()) (void)stepper_->norm();
+        break;
+      case Call::Grad: {
+        const auto trained = model_->trained();
+        const auto page = std::find_if(trained.begin(), trained.end(),
+                                       [&](const auto& one) { return one->number == all.value; });
+        if (page == trained.end()) break;  // frozen: the others say so
+        gather_gradient(**page, {});
+        break;
+      }
+      default:  // step(), or all have joined: what came since the last step is used
+        try {
+          stepper_->step(ranks_met_, true, bumped);
+        } catch (const StepRefused& refused) {  // the others' to act upon: they come back to it
+          log::warn("engine", "a step of the others was refused", {{"cause", refused.message()}});
+          break;
+        }
+        stepper_->trace_next();
+        if (all.call == Call::Join) return;
+    }
+  }
+}
+
+void Runtime::wait_for_updates() {
+  updater_->wait_for_all();
+  if (shards_ != nullptr) shards_->wait_for_completion();
   check();
 }
 
 void Runtime::finish() {
   check();
   try {
-    settle();
+    wait_for_updates();
     pager_->bind_fixed();
     check_order();
   } catch (...) {
-    fail_and_throw();
+    failure_.fail_and_throw();
   }
 }
 
 void Runtime::barrier() {
-  const Whereabouts::Inside inside(ranks_.whereabouts(), where_in(Call::Barrier));
+  const RankStatus::InCall inside(ranks_.status(), where_in(Call::Barrier));
   meet(in_call(Call::Barrier));
 }
 
@@ -416,7 +347,7 @@ void Runtime::begin_call(std::string label, const std::string& name, const std::
   label_ = std::move(label);
   Collective mine = in_call(Call::Barrier);
   mine.label = label_;
-  in_their_call_ = std::make_unique<Whereabouts::Inside>(ranks_.whereabouts(), mine.where());
+  in_their_call_ = std::make_unique<RankStatus::InCall>(ranks_.status(), mine.where());
   meet(std::move(mine));
   if (alone() || name.empty()) return;
   Settings arguments;
@@ -427,7 +358,7 @@ void Runtime::begin_call(std::string label, const std::string& name, const std::
     in_their_call_.reset();
     throw;
   } catch (...) {
-    fail_and_throw();
+    failure_.fail_and_throw();
   }
 }
 
@@ -443,7 +374,7 @@ void Runtime::end_call(const std::string& error) {
   } catch (const NoneDid& stopped) {  // this rank's caller has its own error
     if (error.empty()) std::rethrow_exception(stopped.error);
   } catch (...) {
-    fail_and_throw();
+    failure_.fail_and_throw();
   }
 }
 
@@ -455,44 +386,30 @@ void Runtime::check_order() const {
 double Runtime::grad_norm() {
   check();
   early_->require_gradients("grad_norm()");
-  const Whereabouts::Inside inside(ranks_.whereabouts(), where_in(Call::GradNorm));
+  const RankStatus::InCall inside(ranks_.status(), where_in(Call::GradNorm));
   meet(in_call(Call::GradNorm));
   require_none_refused();
-  return norm_together();
+  return stepper_->norm();
 }
 
-double Runtime::norm_together() {
-  try {
-    for (const auto& page : trained_) {
-      if (!page->filled() || !page->squares.empty() || page->reduced.empty()) continue;
-      gradients_->measure(*page);
-    }
-    const double norm =
-        gradient_norm(trained_, pager_->sharding(), ranks_.control()) / scale_.scale();
-    // Where no step needs them, nobody keeps the sums up to date with the next micro-batch.
-    if (config_.clip == 0 && !scales_loss()) {
-      for (const auto& page : trained_) page->squares.clear();
-    }
-    return norm;
-  } catch (...) {
-    fail_and_throw();
-  }
+void Runtime::require_none_refused() const {
+  if (!frozen_->refusal().empty()) throw ThawRefused(frozen_->refusal());
 }
 
 void Runtime::zero_grad() {
   check();
   early_->require_no_window("zero_grad()");
-  const Whereabouts::Inside inside(ranks_.whereabouts(), where_in(Call::ZeroGrad));
+  const RankStatus::InCall inside(ranks_.status(), where_in(Call::ZeroGrad));
   meet(in_call(Call::ZeroGrad));
   clear_gradients();
 }
 
 void Runtime::clear_gradients() {
   try {
-    for (const auto& page : trained_) optim::Gradients::clear(*page);
+    for (const auto& page : model_->trained()) optim::Gradients::clear(*page);
     frozen_->forget_refusal();
   } catch (...) {
-    fail_and_throw();
+    failure_.fail_and_throw();
   }
 }
 
@@ -504,7 +421,7 @@ void Runtime::read_gradient(const Page& page, std::span<float> to) {
   Collective mine = in_call(Call::Grad);
   mine.detail = fmt::format("'{}'", page.name());
   mine.value = trained->number;
-  const Whereabouts::Inside inside(ranks_.whereabouts(), mine.where());
+  const RankStatus::InCall inside(ranks_.status(), mine.where());
   meet(std::move(mine));
   PAGODA_REQUIRE(
       trained->gradient,
@@ -517,24 +434,20 @@ void Runtime::read_gradient(const Page& page, std::span<float> to) {
 /// `to` is empty where nobody looks: on a rank that has joined.
 void Runtime::gather_gradient(const TrainedPage& trained, std::span<float> to) {
   if (alone()) {
-    gradients_->read(trained, 0, to);
+    gather_->read(trained, to, nullptr);
     return;
   }
   try {
-    gather_values(trained, *gradients_, pager_->sharding(), gather_bytes_, to, *ranks_.control());
+    gather_->read(trained, to, ranks_.control());
   } catch (...) {
-    fail_and_throw();
+    failure_.fail_and_throw();
   }
-}
-
-std::span<std::byte> Runtime::gather_buffer() noexcept {
-  return gradients_->scratch().first(gather_bytes_);
 }
 
 Stats Runtime::stats() const {
   Stats out;
-  out.steps = steps_;
-  out.skipped_steps = scale_.skipped();
+  out.steps = stepper_->steps();
+  out.skipped_steps = stepper_->skipped();
   out.pager = pager_->stats();
   out.updates = updater_->stats();
   out.gradients = reducer_->stats();

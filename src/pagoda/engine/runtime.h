@@ -11,23 +11,24 @@
 
 #include "pagoda/base/thread_pool.h"
 #include "pagoda/comm/world.h"
-#include "pagoda/engine/agreement.h"
+#include "pagoda/engine/attached_model.h"
+#include "pagoda/engine/attacher.h"
 #include "pagoda/engine/collective.h"
 #include "pagoda/engine/config.h"
 #include "pagoda/engine/early_updates.h"
-#include "pagoda/engine/fit.h"
 #include "pagoda/engine/frozen_parameters.h"
-#include "pagoda/engine/initial_values.h"
+#include "pagoda/engine/gradient_gather.h"
+#include "pagoda/engine/model_spec.h"
 #include "pagoda/engine/ranks.h"
 #include "pagoda/engine/reducer.h"
 #include "pagoda/engine/rules.h"
 #include "pagoda/engine/shard_exchange.h"
 #include "pagoda/engine/state_placer.h"
 #include "pagoda/engine/stats.h"
-#include "pagoda/engine/step_trace.h"
+#include "pagoda/engine/stepper.h"
+#include "pagoda/engine/thawing.h"
 #include "pagoda/io/owner_process.h"
 #include "pagoda/optim/gradients.h"
-#include "pagoda/optim/loss_scale.h"
 #include "pagoda/optim/optimizer.h"
 #include "pagoda/optim/updater.h"
 #include "pagoda/pager/pager.h"
@@ -35,33 +36,9 @@
 
 namespace pagoda::engine {
 
-/// What step() did.
-struct StepResult {
-  std::uint64_t step = 0;      // of those that were not skipped, from 1
-  bool skipped = false;        // gradients were not finite: nothing changed but the loss scale
-  std::optional<double> norm;  // of all gradients before clipping, where it was needed
-  double loss_scale = 1;       // of the next step
-};
-
-/// A page that is given to the optimizer, as the model describes it.
-struct TrainedSpec {
-  pager::Page* page = nullptr;
-  kernels::Dtype dtype = kernels::Dtype::F32;
-  std::vector<optim::Segment> segments;
-  std::vector<optim::TrainedParameter> parameters;
-};
-
-/// A model, as attach() takes it.
-struct ModelSpec {
-  std::vector<pager::Page*> pages;  // trained or not, in an order that is the same on all ranks
-  std::vector<TrainedSpec> trained;
-  std::vector<Optimizer> groups;
-  std::vector<BufferSpec> buffers;
-  /// Which parameters of `trained` are not, until set_thawed() says so.
-  std::vector<FrozenSpec> frozen = {};
-};
-
-/// One rank's engine without torch: tiers, pages, gradients and updates put together.
+/// One rank's engine without torch: tiers, pages, gradients and updates put together. It makes the
+/// parts, lets the ranks meet in each collective call, and hands the work on: Attacher and Stepper
+/// do what their names say, Failure (of Ranks) keeps the first error.
 ///
 /// `pagoda::Engine` (torch/engine.h) is what users see; it tells this of storages, gradients and
 /// steps. attach(), step(), join(), barrier(), zero_grad(), grad_norm(), read_gradient() and
@@ -73,7 +50,7 @@ class Runtime {
   Runtime(const Config& config, std::shared_ptr<comm::World> world);
   Runtime(const Runtime&) = delete;
   Runtime& operator=(const Runtime&) = delete;
-  /// Starts no collective and does not throw: what is still owed is dropped. Other ranks may still
+  /// Starts no collective and does not throw: pending updates are dropped. Other ranks may still
   /// read this one's shards, so it waits for them to end, too, unless something has failed.
   ~Runtime();
 
@@ -102,7 +79,7 @@ class Runtime {
   /// The page is nobody's any more, on any rank: after release().
   void drop(pager::Page& page);
   /// The form of a page that is given to the optimizer, trained or frozen; null for others.
-  optim::TrainedPage* trained(const pager::Page& page) noexcept;
+  optim::TrainedPage* trained(const pager::Page& page) noexcept { return model_->find(page); }
 
   /// Which of the model's `frozen` parameters, by their place there, require a gradient now: told
   /// before the gradients of a micro-batch come and before step(), which throws ThawRefused where
@@ -127,11 +104,11 @@ class Runtime {
   pager::RawWrites raw_writes(const pager::Page& page);
   void check_raw_writes();
 
-  /// The step: `version_of` is told of every page that owes an update from now on.
+  /// The step: `bumped` is called for every page that has a pending update from now on.
   StepResult step(const std::function<void(pager::Page&)>& bumped);
   /// Takes part in the other ranks' steps with nothing of its own, until all have joined.
   void join(const std::function<void(pager::Page&)>& bumped);
-  /// Returns when nothing is owed.
+  /// Returns when no update is pending.
   void finish();
   /// Returns when every rank has called it.
   void barrier();
@@ -152,7 +129,7 @@ class Runtime {
   void set_optimizer(std::size_t group, const Optimizer& optimizer);
   /// Before attach(): what the configuration says of clipping.
   void set_clip(double clip);
-  double loss_scale() const noexcept { return scale_.scale(); }
+  double loss_scale() const noexcept { return stepper_->loss_scale(); }
   /// Of the gradients accumulated so far. A collective.
   double grad_norm();
   /// Elements of the accumulated gradient, wherever they are. All ranks are between two steps.
@@ -185,38 +162,15 @@ class Runtime {
   Collective in_call(Call call) const;
   /// "in step() 5": by any thread, at any time.
   std::string where_in(Call call) const;
-  Fit prepare(ModelSpec& model);
-  std::unique_ptr<optim::TrainedPage> make_trained(TrainedSpec spec, std::size_t number) const;
-  void keep_frozen(const std::vector<FrozenSpec>& frozen,
-                   std::vector<std::unique_ptr<optim::TrainedPage>> pages);
-  bool attached() const noexcept { return !trained_.empty() || !frozen_->none(); }
-  Settings settings(const ModelSpec& model) const;
-  std::vector<pager::Page*> start_with_values_of_rank_0(const ModelSpec& model, const Fit& fit);
-  std::vector<optim::TrainedPage*> first_order() const;
-  void take_homes_of_thawed(std::span<optim::TrainedPage* const> pages);
-  void drop_homes_of_thawed(std::span<optim::TrainedPage* const> pages);
-  void take_joined();
-  void agree_on_thawed(bool joined);
-  void withdraw_thawed(std::span<const std::size_t> differing);
   void require_none_refused() const;
-  void forget_trained();
-  StepResult step_together(bool joined, const std::function<void(pager::Page&)>& bumped);
-  void warn_of_skipped_steps() const;
-  double norm_together();
   void clear_gradients();
   void gather_gradient(const optim::TrainedPage& page, std::span<float> to);
-  std::span<std::byte> gather_buffer() noexcept;
-  void settle();
+  void wait_for_updates();
   void check_order() const;
-  void linger();
+  void wait_for_others_to_close();
   void give_back_together(const std::function<void()>& give_back);
-  [[noreturn]] void fail_and_throw();
   void pulls_ended(const std::string& reason);
-  void agree_on_order();
-  std::vector<optim::TrainedPage*> update_order(const std::vector<optim::TrainedPage*>& pages);
-  bool scales_loss() const noexcept { return config_.loss_scale.kind != LossScale::Kind::None; }
   bool alone() const noexcept { return ranks_.alone(); }
-  EarlyUpdates::Mode early_mode() const noexcept;
 
   const io::OwnerProcess owner_;
   Config config_;
@@ -225,27 +179,25 @@ class Runtime {
   Failure& failure_ = ranks_.failure();
   std::shared_ptr<device::Device> device_;
   std::unique_ptr<pager::Tiers> tiers_;
-  Bytes gather_bytes_ = 0;  // that ranks gather at a time: `staging`, or less where one has less
-  Reservation left_free_;   // by the states: activation_reserve, until they are placed
   std::unique_ptr<prefetch::Oracle> oracle_;
   std::unique_ptr<pager::Pager> pager_;
   std::unique_ptr<ThreadPool> pool_;
   std::unique_ptr<optim::Gradients> gradients_;
+  std::unique_ptr<GradientGather> gather_;
   std::unique_ptr<optim::Updater> updater_;
   std::unique_ptr<StatePlacer> placer_;
   std::unique_ptr<ShardExchange> shards_;
   std::unique_ptr<EarlyUpdates> early_;
   std::unique_ptr<FrozenParameters> frozen_;
+  std::unique_ptr<AttachedModel> model_;
   std::unique_ptr<Reducer> reducer_;
+  std::unique_ptr<Thawing> thawing_;
+  std::unique_ptr<Attacher> attacher_;
+  std::unique_ptr<Stepper> stepper_;
 
-  std::vector<pager::Page*> pages_;                           // of attached models
-  std::vector<std::unique_ptr<optim::TrainedPage>> trained_;  // in the order of their numbers
-  std::vector<Collective> ranks_met_;                         // in the call under way
-  std::string label_;                                         // of somebody else's call
-  std::unique_ptr<Whereabouts::Inside> in_their_call_;
-  optim::LossScale scale_;
-  StepTrace trace_;
-  std::uint64_t steps_ = 0;
+  std::vector<Collective> ranks_met_;  // in the call under way
+  std::string label_;                  // of somebody else's call
+  std::unique_ptr<RankStatus::InCall> in_their_call_;
   bool closed_ = false;
 
   const Failure::Closing closing_{failure_};  // last: nobody is told of a failure while these go

@@ -104,7 +104,7 @@ void ShardExchange::add_pulls(const Piece& piece, std::uint64_t key, std::uint64
   }
 }
 
-bool ShardExchange::part_updated(TrainedPage& page, std::uint64_t version) {
+bool ShardExchange::shard_updated(TrainedPage& page, std::uint64_t version) {
   if (!options_.whole_pages) return true;
   {
     const std::lock_guard lock(mutex_);
@@ -129,7 +129,7 @@ void ShardExchange::complete(TrainedPage& trained, std::uint64_t version) {
   pager::Tiers& tiers = pager_.tiers();
   const Bytes size = page.element_size;
   const std::uint64_t key = key_of(page.id);
-  pager::Home& home = trained.home();  // from owe() to updated()
+  pager::Home& home = trained.home();  // from mark_pending() to updated()
   const bool direct = tiers.in_place(home);
   std::vector<comm::Pull> pulls;
   pager::StagingPool::Buffer buffer;
@@ -155,7 +155,7 @@ void ShardExchange::complete(TrainedPage& trained, std::uint64_t version) {
   pager_.updated(page, version);
 }
 
-void ShardExchange::settle() {
+void ShardExchange::wait_for_completion() {
   std::unique_lock lock(mutex_);
   changed_.wait(lock, [&] { return completing_ == 0 || failed_; });
 }
@@ -191,7 +191,7 @@ void ShardExchange::serve(const comm::PullRequest& request, comm::PullReply& rep
   }
   Page& page = *found;
   reply.about_to_wait();
-  updater_.settle_part(page, request.version);
+  updater_.wait_for_shard(page, request.version);
   const auto reading = std::make_shared<const Serving>(*this, found, request);
   const pager::HomeReader& reader = reading->reader;
   if (reader.wanted() != request.version) {  // its update may be under way
@@ -228,9 +228,9 @@ void ShardExchange::served(const Page& page, std::uint64_t version, Bytes bytes)
   changed_.notify_all();
 }
 
-/// Where every rank keeps whole pages, the others read this rank's part of each version once: user
+/// Where every rank keeps whole pages, the others read this rank's shard of each version once: user
 /// code may change it after that.
-void ShardExchange::await_served(const Page& page) {
+void ShardExchange::wait_for_other_ranks(const Page& page) {
   if (!options_.whole_pages) return;
   const std::uint64_t version = pager_.look(page).version;
   if (version == 0) return;

@@ -17,18 +17,19 @@
 #include "pagoda/optim/trained_page.h"
 #include "pagoda/optim/updater.h"
 #include "pagoda/pager/pager.h"
+#include "pagoda/pager/remote_shards.h"
 #include "pagoda/pager/staging_pool.h"
 
 namespace pagoda::engine {
 
-/// What ranks read of each other's pages: shards, when a page is fetched, and parts that others
+/// What ranks read of each other's pages: shards, when a page is fetched, and shards that others
 /// have updated, where every rank keeps whole pages. One-sided: nobody has to be in step
 /// ("Shards are pulled" in docs/notes/schedule.md). All members may be called from any thread.
 class ShardExchange final : public pager::RemoteShards {
  public:
   struct Options {
     int rank = 0;
-    /// Every rank keeps whole pages and updates its part of them (stages 1 and 2).
+    /// Every rank keeps whole pages and updates its shard of them (stages 1 and 2).
     bool whole_pages = false;
     /// Bytes that ranks ask of each other at a time, the same on all of them.
     Bytes staging = 4_MiB;
@@ -63,12 +64,12 @@ class ShardExchange final : public pager::RemoteShards {
   void unshare(const pager::Page& page);
   bool is_shared(const pager::Page& page);
 
-  /// This rank's part of a page is up to date. False: the other ranks' parts are still to come.
-  bool part_updated(optim::TrainedPage& page, std::uint64_t version);
-  /// Returns when no page lacks other ranks' parts.
-  void settle();
-  /// User code is about to write: returns when the others have read this rank's part.
-  void await_served(const pager::Page& page);
+  /// This rank's shard of a page is up to date. False: the other ranks' shards are still to come.
+  bool shard_updated(optim::TrainedPage& page, std::uint64_t version);
+  /// Returns when no page lacks other ranks' shards.
+  void wait_for_completion();
+  /// User code is about to write: returns when the others have read this rank's shard.
+  void wait_for_other_ranks(const pager::Page& page);
 
   /// Ends all waiting.
   void fail(const std::string& why) noexcept;

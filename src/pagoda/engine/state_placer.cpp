@@ -136,7 +136,8 @@ void StatePlacer::drop_homes(TrainedPage& page) noexcept {
 
 void StatePlacer::make_room_for_early_updates(const Pages& pages,
                                               std::span<TrainedPage* const> trained,
-                                              EarlyUpdates::Mode mode, comm::Group* group) {
+                                              comm::Group* group) {
+  const EarlyUpdates::Mode mode = early_mode(config_);
   if (mode == EarlyUpdates::Mode::Never) return;
   const bool reversible = mode == EarlyUpdates::Mode::Reversible;
   Bytes expected = 0;

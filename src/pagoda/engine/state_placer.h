@@ -52,7 +52,7 @@ class StatePlacer {
   /// room beside all that must be there. Where it has none, or states lie elsewhere, updates wait
   /// for step(). A collective; `group` is null where there is one rank.
   void make_room_for_early_updates(const Pages& pages, std::span<optim::TrainedPage* const> trained,
-                                   EarlyUpdates::Mode mode, comm::Group* group);
+                                   comm::Group* group);
 
  private:
   void plan_states(const optim::TrainedPage& page, Fit& fit) const;

@@ -62,7 +62,7 @@ std::string Stats::table() const {
   line(out, "time",
        fmt::format("{:.1f} ms in kernels, {:.1f} ms waiting for state", milliseconds(updates.busy),
                    milliseconds(updates.waited_io)));
-  line(out, "operators waited",
+  line(out, "operators stalled",
        fmt::format("{:.1f} ms ({:.0f} % hidden)", milliseconds(pager.update_stall),
                    100 * hidden_updates()));
   out += fmt::format("{:<10}{:>12}{:>12}{:>12}\n", "tier", "now", "peak", "budget");

@@ -94,7 +94,7 @@ Bytes UpdateChunk::begin(const TrainedPage& page, const StateLayout& layout, std
   return from_disk;
 }
 
-void UpdateChunk::await() {
+void UpdateChunk::wait() {
   for (io::Transfer& transfer : transfers_) transfer.wait();
   transfers_.clear();
 }

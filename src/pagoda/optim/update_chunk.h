@@ -56,8 +56,8 @@ class UpdateChunk {
   Bytes begin(const TrainedPage& page, const StateLayout& layout, std::uint64_t chunk,
               const Written& written);
   /// Returns when all that was started has ended. Throws what went wrong.
-  void await();
-  /// Whether await() would return at once.
+  void wait();
+  /// Whether wait() would return at once.
   bool arrived() const noexcept;
   /// Waits, and forgets what went wrong: the buffer is nobody's afterwards.
   void abandon() noexcept;

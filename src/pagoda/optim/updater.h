@@ -18,10 +18,14 @@
 #include "pagoda/optim/state_layout.h"
 #include "pagoda/optim/trained_page.h"
 #include "pagoda/optim/update_chunk.h"
-#include "pagoda/pager/foresight.h"
+#include "pagoda/optim/update_queue.h"
 #include "pagoda/pager/pager.h"
+#include "pagoda/pager/pending_updates.h"
 
 namespace pagoda::optim {
+
+struct UpdateRecord;
+struct UpdateSlot;
 
 struct UpdaterStats {
   std::uint64_t pages = 0;
@@ -34,12 +38,12 @@ struct UpdaterStats {
   Bytes nvme_written = 0;  // …
 };
 
-/// Makes the updates that pages owe, in the order it is given, on a thread of its own.
+/// Applies pending updates, in the order it is given, on a thread of its own.
 ///
 /// State that is not in memory streams through a fixed set of buffers: while one chunk is updated,
 /// the next are read and the last are written (docs/notes/lazy-updates.md). All members may be
 /// called from any thread.
-class Updater final : public pager::Debts {
+class Updater final : public pager::PendingUpdates {
  public:
   /// Buffers that are taken however small the host's budget is: reads and writes overlap with them.
   static constexpr unsigned kLeastBuffers = 4;
@@ -55,8 +59,8 @@ class Updater final : public pager::Debts {
     /// Told of the first error, on the thread that met it.
     std::function<void(std::exception_ptr)> on_failure;
   };
-  /// Called on the updater's thread when this rank's part of a page is done. True: the page is up
-  /// to date; false: the callee says so to the pager later (other ranks' parts are missing).
+  /// Called on the updater's thread when this rank's shard of a page is done. True: the page is up
+  /// to date; false: the callee says so to the pager later (other ranks' shards are missing).
   using Finished = std::function<bool(TrainedPage&, std::uint64_t version)>;
   /// Called on the thread that is about to write to a page, or to hold it; may wait.
   using Writing = std::function<void(pager::Page&)>;
@@ -105,48 +109,39 @@ class Updater final : public pager::Debts {
   /// forward needs first must not wait for the rest. What is not in it comes last.
   void follow(std::span<TrainedPage* const> order);
 
-  void settle(pager::Page& page) override;
+  void wait_for_update(pager::Page& page) override;
   /// Where this rank updates all of the page, and nothing has to be read for it first.
-  bool settles_parts(const pager::Page& page, std::uint64_t wanted) override;
-  const std::byte* settle_parts(pager::Page& page, std::span<const pager::Range> parts) override;
+  bool can_wait_for_rows(const pager::Page& page, std::uint64_t wanted) override;
+  const std::byte* wait_for_rows(pager::Page& page, std::span<const pager::Range> rows) override;
   void about_to_write(pager::Page& page) override;
   void about_to_hold(pager::Page& page) override;
   pager::Range kept(const pager::Page& page, pager::Range shard) override;
   void overwritten(pager::Page& page, std::uint64_t begin, std::uint64_t count,
                    const std::byte* before, const std::byte* after) override;
-  /// Returns when this rank's part of the page has seen `version` updates.
-  void settle_part(const pager::Page& page, std::uint64_t version);
-  /// Returns when this rank's part of the page has seen every update started so far: its gradient
+  /// Returns when this rank's shard of the page has seen `version` updates.
+  void wait_for_shard(const pager::Page& page, std::uint64_t version);
+  /// Returns when this rank's shard of the page has seen every update started so far: its gradient
   /// has been used up.
-  void await_part(const pager::Page& page);
-  /// Returns when nothing is owed any more. Throws what went wrong.
-  void settle_all();
+  void wait_for_shard(const pager::Page& page);
+  /// Returns when no update is pending any more. Throws what went wrong.
+  void wait_for_all();
 
-  /// Everything owed fails with `error` from now on, and waiters are told.
+  /// Every pending update fails with `error` from now on, and whoever waits throws it.
   void fail(std::exception_ptr error) noexcept;
   UpdaterStats stats() const;
 
  private:
-  enum class Stage : std::uint8_t;
-  enum class Parts : std::uint8_t;
-  struct Record;
-  struct Slot;
-
   Bytes buffered_bytes(const TrainedPage& page, const StateLayout& layout) const;
-  static bool sooner(const Record* a, const Record* b) noexcept;
   void call_of_trained(const Writing& callback, pager::Page& page);
-  void bring_forward(Record& record);
-  void enqueue(Record& record, std::shared_ptr<const StepScalars> scalars);
-  void enqueue(Record& record);
+  void enqueue(UpdateRecord& record, std::shared_ptr<const StepScalars> scalars);
+  void enqueue(UpdateRecord& record);
   void run();
   void fill_slots(RankedLock<LockRank::Updater>& lock);
-  void compute(Slot& slot);
-  void make_parts(Record& record, RankedLock<LockRank::Updater>& lock);
-  void finish(Slot& slot);
-  void page_done(Record& record);
-  void publish(Record& record);
-  const pager::Home* early_home(const TrainedPage& page, bool reversible) const noexcept;
-  bool exchanges(const TrainedPage& page, const pager::Home& next) const noexcept;
+  void compute(UpdateSlot& slot);
+  void make_rows(UpdateRecord& record, RankedLock<LockRank::Updater>& lock);
+  void finish(UpdateSlot& slot);
+  void page_done(UpdateRecord& record);
+  void publish(UpdateRecord& record);
 
   pager::Pager& pager_;
   ThreadPool& pool_;
@@ -157,20 +152,21 @@ class Updater final : public pager::Debts {
 
   mutable RankedMutex<LockRank::Updater> mutex_;
   Condition changed_;
-  std::unordered_map<const pager::Page*, std::unique_ptr<Record>> records_;  // guarded by mutex_
-  std::deque<Record*> queue_;  // guarded by mutex_; as sooner() says
-  std::deque<Record*> asked_;  // for parts, which go before all else; guarded by mutex_
-  std::size_t owed_ = 0;       // pages queued or under way; guarded by mutex_
-  std::exception_ptr error_;   // guarded by mutex_
-  bool stopping_ = false;      // guarded by mutex_
-  UpdaterStats stats_;         // guarded by mutex_
+  std::unordered_map<const pager::Page*, std::unique_ptr<UpdateRecord>>
+      records_;                      // guarded by mutex_
+  UpdateQueue queue_;                // guarded by mutex_
+  std::deque<UpdateRecord*> asked_;  // for rows, which go before all else; guarded by mutex_
+  std::size_t pending_ = 0;          // pages queued or under way; guarded by mutex_
+  std::exception_ptr error_;         // guarded by mutex_
+  bool stopping_ = false;            // guarded by mutex_
+  UpdaterStats stats_;               // guarded by mutex_
 
   // The rest belongs to the thread.
-  std::vector<std::unique_ptr<Slot>> slots_;
-  std::deque<Slot*> free_;
-  std::deque<Slot*> reading_;  // oldest first
-  std::deque<Slot*> writing_;
-  Record* current_ = nullptr;
+  std::vector<std::unique_ptr<UpdateSlot>> slots_;
+  std::deque<UpdateSlot*> free_;
+  std::deque<UpdateSlot*> reading_;  // oldest first
+  std::deque<UpdateSlot*> writing_;
+  UpdateRecord* current_ = nullptr;
   std::uint64_t next_chunk_ = 0;
   std::jthread thread_;
 };

@@ -20,7 +20,8 @@ void Bindings::bind(PageRecord& page, const Lock& lock) noexcept {
 
 void Bindings::unpinned(PageRecord& page, const Lock& lock) noexcept {
   if (page.pins > 0 || page.fixed || !page.bound || page.shut || page.binding == nullptr) return;
-  if (!page.told || !denials_.empty()) return unbind(page, lock);  // it says something else
+  if (!page.usual_message || !denials_.empty())
+    return unbind(page, lock);  // it says something else
   page.binding->shut();
   page.shut = true;
 }
@@ -37,7 +38,7 @@ void Bindings::unbind(PageRecord& page, const Lock& /*lock*/) {
   const bool was_bound = std::exchange(page.bound, false);
   page.shut = false;
   if (page.binding == nullptr) return;
-  if (page.told && denials_.empty() && refused_.empty()) {
+  if (page.usual_message && denials_.empty() && refused_.empty()) {
     // The text stays as it is: user code may be reading it, on a thread that knows no lock.
     if (was_bound) page.binding->forget();
     return;
@@ -45,12 +46,12 @@ void Bindings::unbind(PageRecord& page, const Lock& /*lock*/) {
   const auto denied = std::find_if(denials_.begin(), denials_.end(),
                                    [&](const Denial& denial) { return denial.page == &page; });
   if (denied != denials_.end()) {
-    page.told = false;
+    page.usual_message = false;
     page.binding->unbind(denied->why);
     return;
   }
-  page.told = refused_.empty();
-  page.binding->unbind(page.told ? message(page) : refused_);
+  page.usual_message = refused_.empty();
+  page.binding->unbind(page.usual_message ? message(page) : refused_);
 }
 
 /// The same wherever the page is: what is said must not depend on when it is asked.
@@ -64,7 +65,7 @@ std::string Bindings::message(const PageRecord& page) const {
 }
 
 void Bindings::changed(PageRecord& page, const Lock& lock) {
-  page.told = false;
+  page.usual_message = false;
   if (!page.bound || page.shut) unbind(page, lock);
 }
 
@@ -82,7 +83,7 @@ void Bindings::deny(std::span<const Access> accesses, const std::string& why,
     page.binding->unbind(why);
     page.bound = false;
     page.shut = false;
-    page.told = false;
+    page.usual_message = false;
   }
 }
 

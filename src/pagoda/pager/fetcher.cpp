@@ -62,8 +62,8 @@ void Fetcher::start_ahead(PageRecord& page, const Lock& lock) {
         lock);
 }
 
-/// What to fetch is decided now: by the time a thread is free, the page may owe another update, and
-/// whoever has to make that waits for this fetch.
+/// What to fetch is decided now: by the time a thread is free, the page may have another pending
+/// update, and whoever has to make that waits for this fetch.
 void Fetcher::start(PageRecord& page, Source source, Priority priority, const Lock& lock) {
   table_.set_residency(page, Residency::Fetching, lock);
   page.fetch_error = nullptr;

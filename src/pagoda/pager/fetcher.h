@@ -11,6 +11,7 @@
 #include "pagoda/pager/device_copies.h"
 #include "pagoda/pager/page_table.h"
 #include "pagoda/pager/pager_options.h"
+#include "pagoda/pager/remote_shards.h"
 
 namespace pagoda::pager {
 

@@ -17,7 +17,7 @@ struct Outlook {
   enum class Where : std::uint8_t {
     Nowhere,   ///< gone, or with nothing to be fetched: neither to come nor to go
     Absent,    ///< can be fetched
-    Awaited,   ///< cannot be fetched yet: its next version is being made
+    Pending,   ///< cannot be fetched yet: its next version is being made
     Moving,    ///< on its way in or out
     Resident,  ///< there
   };
@@ -38,8 +38,8 @@ class Occupancy {
   virtual Bytes free() const = 0;
   /// Bytes of resident pages that are neither in use nor dirty.
   virtual Bytes evictable() const = 0;
-  /// Pages that owe an update.
-  virtual std::size_t owing() const = 0;
+  /// Pages with a pending update.
+  virtual std::size_t pending_updates() const = 0;
   /// Grows when a page comes, goes or can be fetched again.
   virtual std::uint64_t changes() const = 0;
 };
@@ -68,46 +68,6 @@ class Foresight {
   virtual std::size_t next_use(PageId /*page*/) const {
     return std::numeric_limits<std::size_t>::max();
   }
-};
-
-/// Updates that pages owe. `optim/` has the real one. Any thread may call it, without the pager's
-/// lock.
-class Debts {
- public:
-  virtual ~Debts() = default;
-  /// Returns when `page`'s home has seen all updates that it owes; brings it to the front of the
-  /// queue.
-  virtual void settle(Page& page) = 0;
-  /// Whether some of `page` can be settled long before the rest. `wanted`: updates that it must
-  /// have seen; no, if somebody is about to owe the last of them and has not begun it.
-  virtual bool settles_parts(const Page& /*page*/, std::uint64_t /*wanted*/) { return false; }
-  /// The same as settle() for these elements, in ascending order, alone. Returns where element 0 of
-  /// the page, and with it they, are: its home, or what is about to become its home.
-  virtual const std::byte* settle_parts(Page& page, std::span<const Range> parts) = 0;
-  /// User code is about to write to a page that owes nothing: returns when no other rank still has
-  /// to read what it holds now.
-  virtual void about_to_write(Page& /*page*/) {}
-  /// The same of a page that user code has a pointer to from now on: it may write there unseen.
-  virtual void about_to_hold(Page& /*page*/) {}
-  /// The elements of `page` whose master this rank keeps; `shard` where it does not know better.
-  virtual Range kept(const Page& page, Range shard) = 0;
-  /// User code has written elements [begin, begin + count) of a page that owes nothing: what home
-  /// had, and what it gets. Masters follow.
-  virtual void overwritten(Page& page, std::uint64_t begin, std::uint64_t count,
-                           const std::byte* before, const std::byte* after) = 0;
-};
-
-/// The other ranks' shards, read one-sidedly. Any fetch thread may call it.
-class RemoteShards {
- public:
-  struct Piece {
-    int rank = 0;
-    Bytes begin = 0;  // in the page
-    std::span<std::byte> to;
-  };
-  virtual ~RemoteShards() = default;
-  /// Fills every piece with `page`'s bytes as of `version`. Throws what the other rank did.
-  virtual void pull(PageId page, std::uint64_t version, std::span<const Piece> pieces) = 0;
 };
 
 }  // namespace pagoda::pager

@@ -79,7 +79,8 @@ bool Holds::note_write(PageRecord& page, const Lock& /*lock*/) {
   if (tiers_.device_is_host()) {
     const std::span bytes(page.device_block().data(), page.bytes());
     const std::uint64_t sum = io::checksum(bytes);
-    if (sum != page.held_sum && page.held_writes != RawWrites::Count) told_.push_back(page.name());
+    if (sum != page.held_sum && page.held_writes != RawWrites::Count)
+      reported_.push_back(page.name());
     if (sum != page.held_sum && page.held_writes == RawWrites::Refuse) {
       if (!page.held_copy) return true;
       if (put_back(page)) return false;
@@ -100,12 +101,12 @@ void Holds::find_writes(const Lock& lock) {
   }
 }
 
-std::vector<std::string> Holds::take_told(const Lock& lock) {
+std::vector<std::string> Holds::take_reported(const Lock& lock) {
   for (PageRecord* page : table_.pages(lock)) {
     if (page == nullptr || page->holds == 0 || page->held_writes == RawWrites::Count) continue;
     (void)note_write(*page, lock);
   }
-  return std::exchange(told_, {});
+  return std::exchange(reported_, {});
 }
 
 }  // namespace pagoda::pager

@@ -29,7 +29,7 @@ class Holds {
   void find_writes(const Lock& lock);
   /// Pages that pointers have written to where that must be told, or is refused and was undone,
   /// each once.
-  std::vector<std::string> take_told(const Lock& lock);
+  std::vector<std::string> take_reported(const Lock& lock);
 
  private:
   bool put_back(PageRecord& page) noexcept;
@@ -40,7 +40,7 @@ class Holds {
   Tiers& tiers_;
   Homes& homes_;
   DeviceCopies& copies_;
-  std::vector<std::string> told_;  // guarded by the table's lock
+  std::vector<std::string> reported_;  // guarded by the table's lock
 };
 
 }  // namespace pagoda::pager

@@ -43,7 +43,7 @@ bool any(const PageRecord& page, const PageTable::Lock& /*lock*/) noexcept {
   return !passed(page.ready) || !std::all_of(page.reading.begin(), page.reading.end(), passed);
 }
 
-void await(PageRecord& page, PageTable::Lock& lock) {
+void wait(PageRecord& page, PageTable::Lock& lock) {
   if (!any(page, lock)) {
     page.reading.clear();
     return;
@@ -62,9 +62,9 @@ void await(PageRecord& page, PageTable::Lock& lock) {
   if (error != nullptr) std::rethrow_exception(error);
 }
 
-void let_end(PageRecord& page, PageTable::Lock& lock) noexcept {
+void wait_ignoring_errors(PageRecord& page, PageTable::Lock& lock) noexcept {
   try {
-    await(page, lock);
+    wait(page, lock);
   } catch (const std::exception& error) {
     log::debug("pager", "a copy failed", {{"page", page.name()}, {"cause", error.what()}});
   }

@@ -15,8 +15,8 @@ void note(PageRecord& page, device::Mark mark, const PageTable::Lock& lock) noex
 bool any(const PageRecord& page, const PageTable::Lock& lock) noexcept;
 /// Returns when they have; throws if the copy of the page that is there has failed. The lock is
 /// open meanwhile.
-void await(PageRecord& page, PageTable::Lock& lock);
+void wait(PageRecord& page, PageTable::Lock& lock);
 /// The same for a page that goes: nobody needs its copy any more.
-void let_end(PageRecord& page, PageTable::Lock& lock) noexcept;
+void wait_ignoring_errors(PageRecord& page, PageTable::Lock& lock) noexcept;
 
 }  // namespace pagoda::pager::home_reads

@@ -85,7 +85,7 @@ void Homes::write_back(PageRecord& page) {
 
 /// A fixed page is written in place: masters can only follow if what it held is kept. Pinned.
 void Homes::keep_before(PageRecord& page, Lock& lock) {
-  const bool has_master = debts_ != nullptr && page.element_size == 2;
+  const bool has_master = pending_updates_ != nullptr && page.element_size == 2;
   if (!page.fixed || !has_master || page.dirty() || page.before) return;
   lock.unlock();
   Home copy = tiers_.allocate(page.bytes(), Placement::Host, tag::kParameters, page.name());
@@ -104,9 +104,11 @@ void Homes::keep_before(PageRecord& page, Lock& lock) {
   if (!page.before) page.before = std::move(copy);
 }
 
-/// Tells the debts what user code has changed in a fixed page. Under mutex_, without the lock.
-void Homes::tell_fixed(PageRecord& page) {
-  const Range kept = debts_->kept(page, options_.sharding.of(page.elements, options_.rank));
+/// Tells whoever makes the updates what user code has changed in a fixed page. Under mutex_,
+/// without the lock.
+void Homes::update_masters_of_fixed(PageRecord& page) {
+  const Range kept =
+      pending_updates_->kept(page, options_.sharding.of(page.elements, options_.rank));
   const Bytes size = page.element_size;
   const Bytes half = options_.staging / 2 / size * size;
   for (Bytes at = kept.begin * size; at < kept.end * size;) {
@@ -115,7 +117,7 @@ void Homes::tell_fixed(PageRecord& page) {
     const std::span before(staging_.data() + options_.staging / 2, piece);
     tiers_.read(page.home, at, after);
     tiers_.read(page.before, at, before);
-    debts_->overwritten(page, at / size, piece / size, before.data(), after.data());
+    pending_updates_->overwritten(page, at / size, piece / size, before.data(), after.data());
     at += piece;
   }
 }
@@ -129,7 +131,7 @@ void Homes::write_back(PageRecord& page, Lock& lock) {
       const std::lock_guard writing(mutex_);
       if (page.ready.event != nullptr) page.ready.event->wait();
       if (page.written.event != nullptr) page.written.event->wait();
-      tell_fixed(page);
+      update_masters_of_fixed(page);
     }
     lock.lock();
     page.before = {};
@@ -165,7 +167,7 @@ void Homes::write_back(PageRecord& page, Lock& lock) {
 /// mutex_, without the lock.
 void Homes::store(PageRecord& page, const std::byte* from) {
   Home* target = &page.home;
-  const bool has_master = page.attached && debts_ != nullptr && page.element_size == 2;
+  const bool has_master = page.attached && pending_updates_ != nullptr && page.element_size == 2;
   if (page.shared || has_master) {
     if (!page.own_copy) {
       const Placement as_home = page.home.tier() == Tier::Nvme ? Placement::Nvme : Placement::Host;
@@ -190,29 +192,31 @@ void Homes::store(PageRecord& page, const std::byte* from) {
   if (target->tier() == Tier::Nvme) table_.stats(lock).host_to_nvme += page.bytes();
 }
 
-/// Elements `written` of a page get the bytes `after`: tells the debts what changes in the shard
-/// whose masters this rank keeps. The second half of the staging buffer has what was there before.
-void Homes::tell_overwritten(PageRecord& page, Range shard, Range written, const std::byte* after) {
-  if (debts_ == nullptr || page.blank()) return;
+/// Elements `written` of a page get the bytes `after`: tells whoever makes the updates what changes
+/// in the shard whose masters this rank keeps. The second half of the staging buffer has what was
+/// there before.
+void Homes::update_masters(PageRecord& page, Range shard, Range written, const std::byte* after) {
+  if (pending_updates_ == nullptr || page.blank()) return;
   std::byte* before = staging_.data() + options_.staging / 2;
-  const Range both = debts_->kept(page, shard);
+  const Range both = pending_updates_->kept(page, shard);
   const std::uint64_t first = std::max(both.begin, written.begin);
   const std::uint64_t last = std::min(both.end, written.end);
   if (first >= last) return;
   const Bytes size = page.element_size;
   tiers_.read(page.home, (first - page.home_range.begin) * size, {before, (last - first) * size});
-  debts_->overwritten(page, first, last - first, before, after + (first - written.begin) * size);
+  pending_updates_->overwritten(page, first, last - first, before,
+                                after + (first - written.begin) * size);
 }
 
 /// Does `work` on a page that nobody touches, fetches or reads meanwhile; `lock` is open, and
 /// mutex_ held, while it runs.
 template <class Work>
-void Homes::alone_with(PageRecord& page, Lock& lock, const Work& work) {
+void Homes::run_exclusive(PageRecord& page, Lock& lock, const Work& work) {
   const Residency was = page.residency;
   table_.set_residency(page, Residency::Leaving, lock);
   std::exception_ptr error;
   try {
-    home_reads::await(page, lock);
+    home_reads::wait(page, lock);
     lock.unlock();
     const std::lock_guard writing(mutex_);
     work();
@@ -227,7 +231,7 @@ void Homes::alone_with(PageRecord& page, Lock& lock, const Work& work) {
 
 bool Homes::publish(PageRecord& page, Lock& lock) {
   if (!page.own_copy) return false;
-  alone_with(page, lock, [&] {
+  run_exclusive(page, lock, [&] {
     const Bytes size = page.element_size;
     const Bytes half = options_.staging / 2 / size * size;
     const Bytes begin = page.home_range.begin * size;
@@ -236,7 +240,7 @@ bool Homes::publish(PageRecord& page, Lock& lock) {
       const std::span buffer(staging_.data(), piece);
       tiers_.read(page.own_copy, begin + done, buffer);
       const std::uint64_t first = (begin + done) / size;
-      tell_overwritten(page, page.home_range, {first, first + piece / size}, buffer.data());
+      update_masters(page, page.home_range, {first, first + piece / size}, buffer.data());
       tiers_.write(page.home, done, buffer);
       done += piece;
     }
@@ -255,7 +259,7 @@ void Homes::cut(PageRecord& page, Range range, Placement placement) {
   const Bytes begin = range.begin * page.element_size;
   const Bytes bytes = range.size() * page.element_size;
   Home shard;
-  alone_with(page, lock, [&] {
+  run_exclusive(page, lock, [&] {
     shard = tiers_.allocate(bytes, placement, tag::kParameters, page.name());
     for (Bytes done = 0; done < bytes;) {
       const Bytes piece = std::min(options_.staging, bytes - done);
@@ -300,7 +304,7 @@ void Homes::write(PageRecord& page, Bytes piece, const WritePiece& write) {
   if (!page.fixed) table_.set_residency(page, Residency::Leaving, lock);
   std::exception_ptr error;
   try {
-    home_reads::await(page, lock);
+    home_reads::wait(page, lock);
     lock.unlock();
     const std::lock_guard writing(mutex_);
     if (page.written.event != nullptr) page.written.event->wait();

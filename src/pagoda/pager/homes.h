@@ -12,6 +12,7 @@
 #include "pagoda/pager/device_copies.h"
 #include "pagoda/pager/page_table.h"
 #include "pagoda/pager/pager_options.h"
+#include "pagoda/pager/pending_updates.h"
 
 namespace pagoda::pager {
 
@@ -27,8 +28,10 @@ class Homes {
   Homes(PageTable& table, Tiers& tiers, const PagerOptions& options, DeviceCopies& copies);
 
   /// Whose masters follow what user code writes; null: nobody's.
-  void set_debts(Debts* debts, const Lock& /*lock*/) { debts_ = debts; }
-  Debts* debts(const Lock& /*lock*/) const noexcept { return debts_; }
+  void set_pending_updates(PendingUpdates* updates, const Lock& /*lock*/) {
+    pending_updates_ = updates;
+  }
+  PendingUpdates* pending_updates(const Lock& /*lock*/) const noexcept { return pending_updates_; }
 
   /// A new page's home, with the contents at `bytes` (null: blank).
   void create(PageRecord& page, Placement placement, const std::byte* bytes,
@@ -58,17 +61,17 @@ class Homes {
 
  private:
   void store(PageRecord& page, const std::byte* from);
-  void tell_fixed(PageRecord& page);
-  void tell_overwritten(PageRecord& page, Range shard, Range written, const std::byte* after);
+  void update_masters_of_fixed(PageRecord& page);
+  void update_masters(PageRecord& page, Range shard, Range written, const std::byte* after);
   template <class Work>
-  void alone_with(PageRecord& page, Lock& lock, const Work& work);
+  void run_exclusive(PageRecord& page, Lock& lock, const Work& work);
 
   PageTable& table_;
   Tiers& tiers_;
   const PagerOptions& options_;
   DeviceCopies& copies_;
-  Debts* debts_ = nullptr;              // set while nobody writes
-  RankedMutex<LockRank::Homes> mutex_;  // one at a time: they share a stream and a buffer
+  PendingUpdates* pending_updates_ = nullptr;  // set while nobody writes
+  RankedMutex<LockRank::Homes> mutex_;         // one at a time: they share a stream and a buffer
   std::shared_ptr<device::Stream> stream_;
   HostBlock staging_;
 };

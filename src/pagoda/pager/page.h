@@ -32,7 +32,7 @@ enum class Contents : std::uint8_t {
 /// What becomes of writes by raw pointers to a page that is held. A host can find them alone.
 enum class RawWrites : std::uint8_t {
   Count,   ///< as those of operators do
-  Tell,    ///< they count, and Pager::take_told_writes() names the page
+  Report,  ///< they count, and Pager::take_reported_writes() names the page
   Refuse,  ///< they are undone, and it names the page
 };
 

@@ -33,14 +33,14 @@ struct alignas(64) PageRecord final : Page {
   bool superseded = false;
   /// Home and resident copy are one: the page lives on the device and never leaves.
   bool fixed = false;
-  bool bound = false;       // its storage points at the bytes
-  bool shut = false;        // …and throws all the same: no operator runs on it
-  bool told = false;        // what its storage throws is what a raw read of it shall be told
-  bool prefetched = false;  // came by prefetch and was not used yet
-  bool spare = false;       // counted among the bytes that may be evicted
-  bool dead = false;        // its storage is gone
-  std::uint32_t pins = 0;   // operators in flight, and holds
-  std::uint32_t holds = 0;  // of these, the user's
+  bool bound = false;          // its storage points at the bytes
+  bool shut = false;           // …and throws all the same: no operator runs on it
+  bool usual_message = false;  // its storage throws how to read it, and no other error
+  bool prefetched = false;     // came by prefetch and was not used yet
+  bool spare = false;          // counted among the bytes that may be evicted
+  bool dead = false;           // its storage is gone
+  std::uint32_t pins = 0;      // operators in flight, and holds
+  std::uint32_t holds = 0;     // of these, the user's
   /// Updates that home has seen, undone ones included, and that it must have seen before anybody
   /// may look.
   std::uint64_t version = 0;
@@ -112,9 +112,11 @@ struct alignas(64) PageRecord final : Page {
     return residency == Residency::Resident && pins == 0 && !fixed && (may_be_dirty || !dirty());
   }
   bool whole_home() const noexcept { return home_range.size() == elements; }
-  bool owes() const noexcept { return version < wanted; }
+  bool has_pending_update() const noexcept { return version < wanted; }
   /// A fetch would bring what is out of date soon, or has to wait.
-  bool awaited() const noexcept { return owes() || (superseded && next == nullptr); }
+  bool awaits_update() const noexcept {
+    return has_pending_update() || (superseded && next == nullptr);
+  }
   /// The copy on the device, if there is one, is of the version that anybody may see.
   bool current() const noexcept { return fixed || resident_version == wanted; }
 

@@ -11,7 +11,7 @@ PageRecord& PageTable::add(std::string name, std::uint64_t elements, Bytes eleme
   pages_.push_back(std::make_unique<PageRecord>(id, std::move(name), elements, element_size));
   by_id_.push_back(pages_.back().get());
   ++absent_;
-  graveyard_.make_room(pages_.size());
+  dead_pages_.make_room(pages_.size());
   return *pages_.back();
 }
 
@@ -61,15 +61,15 @@ void PageTable::recount(PageRecord& page, const Lock& /*lock*/) noexcept {
   spare_ = spare ? spare_ + page.bytes() : spare_ - page.bytes();
 }
 
-void PageTable::owe(PageRecord& page, const Lock& /*lock*/) noexcept {
-  if (!page.owes()) ++owing_;
+void PageTable::add_pending_update(PageRecord& page, const Lock& /*lock*/) noexcept {
+  if (!page.has_pending_update()) ++pending_;
   ++page.wanted;
 }
 
-void PageTable::settle(PageRecord& page, std::uint64_t version, const Lock& lock) {
-  if (page.owes()) --owing_;
+void PageTable::set_version(PageRecord& page, std::uint64_t version, const Lock& lock) {
+  if (page.has_pending_update()) --pending_;
   page.version = version;
-  if (page.owes()) ++owing_;
+  if (page.has_pending_update()) ++pending_;
   note_fetchable(page, lock);
 }
 
@@ -86,7 +86,7 @@ Outlook PageTable::page(PageId id) const {
   switch (page->residency) {
     case Residency::Absent:
       out.where = page->blank() || page->dead ? Where::Nowhere
-                  : page->awaited()           ? Where::Awaited
+                  : page->awaits_update()     ? Where::Pending
                                               : Where::Absent;
       break;
     case Residency::Fetching:

@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "pagoda/base/ranked_mutex.h"
+#include "pagoda/pager/dead_pages.h"
 #include "pagoda/pager/foresight.h"
-#include "pagoda/pager/graveyard.h"
 #include "pagoda/pager/page_record.h"
 #include "pagoda/pager/pager_stats.h"
 #include "pagoda/pager/tiers.h"
@@ -40,7 +40,7 @@ class PageTable final : public Occupancy {
   void remove(PageRecord& page, const Lock& lock);
   /// By id; null where one has gone.
   std::span<PageRecord* const> pages(const Lock& /*lock*/) const noexcept { return by_id_; }
-  Graveyard& graveyard() noexcept { return graveyard_; }
+  DeadPages& dead_pages() noexcept { return dead_pages_; }
 
   void set_residency(PageRecord& page, Residency to, const Lock& lock);
   void pin(PageRecord& page, const Lock& lock) noexcept;
@@ -48,9 +48,9 @@ class PageTable final : public Occupancy {
   /// After a change of what PageRecord::evictable() looks at.
   void recount(PageRecord& page, const Lock& lock) noexcept;
   /// The page has one more pending update.
-  void owe(PageRecord& page, const Lock& lock) noexcept;
+  void add_pending_update(PageRecord& page, const Lock& lock) noexcept;
   /// Home has seen all updates up to `version`.
-  void settle(PageRecord& page, std::uint64_t version, const Lock& lock);
+  void set_version(PageRecord& page, std::uint64_t version, const Lock& lock);
   /// The page, if it is absent, can be fetched, which it could not before; or another one.
   void note_fetchable(const PageRecord& page, const Lock& lock);
   void note_change(const Lock& /*lock*/) noexcept { ++changes_; }
@@ -66,7 +66,7 @@ class PageTable final : public Occupancy {
   std::span<const PageId> resident() const override { return resident_; }
   Bytes free() const override { return tiers_.arena().stats().largest_free; }
   Bytes evictable() const override { return spare_; }
-  std::size_t owing() const override { return owing_; }
+  std::size_t pending_updates() const override { return pending_; }
   std::uint64_t changes() const override { return changes_; }
 
  private:
@@ -78,11 +78,11 @@ class PageTable final : public Occupancy {
   std::vector<PageId> resident_;                    // guarded by mutex_
   std::size_t absent_ = 0;                          // guarded by mutex_
   Bytes spare_ = 0;                                 // guarded by mutex_: bytes that may be evicted
-  std::size_t owing_ = 0;                           // guarded by mutex_
+  std::size_t pending_ = 0;                         // guarded by mutex_
   std::uint64_t changes_ = 0;                       // guarded by mutex_
   Foresight* foresight_ = nullptr;                  // guarded by mutex_
   PagerStats stats_;                                // guarded by mutex_
-  Graveyard graveyard_;
+  DeadPages dead_pages_;
 };
 
 }  // namespace pagoda::pager

@@ -62,7 +62,7 @@ Pager::~Pager() {
   for (PageRecord* page : parts_->table.pages(lock)) {
     if (page == nullptr) continue;
     if (page->bound) parts_->bindings.unbind(*page, lock);
-    home_reads::let_end(*page, lock);
+    home_reads::wait_ignoring_errors(*page, lock);
   }
 }
 
@@ -70,8 +70,8 @@ void Pager::set_foresight(Foresight* foresight) {
   parts_->table.set_foresight(foresight, parts_->table.lock());
 }
 
-void Pager::set_debts(Debts* debts) {
-  parts_->homes.set_debts(debts, parts_->table.lock());
+void Pager::set_pending_updates(PendingUpdates* updates) {
+  parts_->homes.set_pending_updates(updates, parts_->table.lock());
 }
 
 void Pager::set_remote(RemoteShards* remote) {
@@ -85,7 +85,7 @@ Page& Pager::adopt(std::string name, std::uint64_t elements, Bytes element_size,
   PageRecord* page = nullptr;
   {
     const Lock lock = parts_->table.lock();
-    parts_->touches.bury(lock);
+    parts_->touches.drop_dead_pages(lock);
     page = &parts_->table.add(std::move(name), elements, element_size, lock);
   }
   try {
@@ -112,7 +112,7 @@ void Pager::set_binding(Page& page, Binding* binding) {
   PageRecord& record = record_of(page);
   const Lock lock = parts_->table.lock();
   if (binding != nullptr) {  // whatever storage it had before: the page lives
-    parts_->table.graveyard().forget(record);
+    parts_->table.dead_pages().forget(record);
     record.dead = false;
   }
   record.binding = binding;
@@ -126,11 +126,11 @@ void Pager::set_attached(Page& page, bool attached) {
 }
 
 void Pager::storage_died(Page& page) noexcept {
-  parts_->table.graveyard().add(record_of(page));
+  parts_->table.dead_pages().add(record_of(page));
 }
 
-void Pager::bury_dead() {
-  parts_->touches.bury(parts_->table.lock());
+void Pager::drop_dead_pages() {
+  parts_->touches.drop_dead_pages(parts_->table.lock());
 }
 
 void Pager::drop(Page& page) {
@@ -139,10 +139,11 @@ void Pager::drop(Page& page) {
   for (;;) {
     parts_->table.wait(lock, [&] { return !record.moving() && record.readers == 0; });
     if (!home_reads::any(record, lock)) break;
-    home_reads::let_end(record, lock);  // the lock is open: it may be fetched ahead meanwhile
+    home_reads::wait_ignoring_errors(record,
+                                     lock);  // the lock is open: it may be fetched ahead meanwhile
   }
   record.binding = nullptr;
-  parts_->table.graveyard().forget(record);
+  parts_->table.dead_pages().forget(record);
   parts_->table.remove(record, lock);
 }
 
@@ -160,8 +161,8 @@ void Pager::unpin(std::span<const Access> accesses, device::Stream* consumer) no
 Hold Pager::hold(Page& page, device::Stream* consumer, bool write, RawWrites writes) {
   const Access access{&page, write};
   Pin pin = touch({&access, 1}, 0, consumer);
-  if (consumer != nullptr) parts_->touches.await_copies({&access, 1});  // for any stream
-  await_other_ranks(page);
+  if (consumer != nullptr) parts_->touches.wait_for_copies({&access, 1});  // for any stream
+  wait_for_other_ranks(page);
   Lock lock = parts_->table.lock();
   parts_->holds.add(record_of(page), write, writes, lock);
   thread_pins::forget(page);  // touch() has just put it there; any thread may let go of a hold
@@ -169,9 +170,9 @@ Hold Pager::hold(Page& page, device::Stream* consumer, bool write, RawWrites wri
   return {*this, page};
 }
 
-void Pager::await_other_ranks(Page& page) {
-  Debts* debts = parts_->homes.debts(parts_->table.lock());
-  if (debts != nullptr) debts->about_to_hold(page);
+void Pager::wait_for_other_ranks(Page& page) {
+  PendingUpdates* updates = parts_->homes.pending_updates(parts_->table.lock());
+  if (updates != nullptr) updates->about_to_hold(page);
 }
 
 void Pager::release_hold(Page& page) noexcept {
@@ -180,7 +181,7 @@ void Pager::release_hold(Page& page) noexcept {
   parts_->holds.remove(record, lock);
   record.user_wrote = record.user_wrote || record.dirty();
   parts_->bindings.unpinned(record, lock);
-  parts_->room.pins_went(lock);
+  parts_->room.notify_unpinned(lock);
 }
 
 Pin Pager::look_up(const Lookup& lookup, device::Stream* consumer) {
@@ -224,15 +225,15 @@ void Pager::refuse(std::string why) noexcept {
 
 // Versions.
 
-std::vector<Page*> Pager::owe(std::span<Page* const> pages) {
-  return parts_->versions.owe(pages);
+std::vector<Page*> Pager::mark_pending(std::span<Page* const> pages) {
+  return parts_->versions.mark_pending(pages);
 }
 
 void Pager::refresh(std::span<Page* const> pages) {
   for (Page* page : pages) {
     const Access access{page, false};
     touch({&access, 1}, 0, nullptr).release();
-    await_other_ranks(*page);
+    wait_for_other_ranks(*page);
     Lock lock = parts_->table.lock();
     if (record_of(*page).holds > 0) parts_->holds.keep(record_of(*page), lock);
   }
@@ -241,7 +242,8 @@ void Pager::refresh(std::span<Page* const> pages) {
 void Pager::bind_fixed() {
   const Lock lock = parts_->table.lock();
   for (PageRecord* page : parts_->table.pages(lock)) {
-    if (page != nullptr && page->fixed && !page->owes()) parts_->bindings.bind(*page, lock);
+    if (page != nullptr && page->fixed && !page->has_pending_update())
+      parts_->bindings.bind(*page, lock);
   }
 }
 
@@ -249,8 +251,8 @@ void Pager::updated(Page& page, std::uint64_t version) {
   parts_->versions.updated(record_of(page), version);
 }
 
-void Pager::await_version(const Page& page) {
-  parts_->versions.await(record_of(page));
+void Pager::wait_for_version(const Page& page) {
+  parts_->versions.wait_for_version(record_of(page));
 }
 
 bool Pager::supersede(Page& page) {
@@ -328,14 +330,14 @@ std::uint64_t Pager::checksum(Page& page) {
   return parts_->homes.checksum(record_of(page));
 }
 
-std::vector<std::string> Pager::take_told_writes() {
+std::vector<std::string> Pager::take_reported_writes() {
   const Lock lock = parts_->table.lock();
-  return parts_->holds.take_told(lock);
+  return parts_->holds.take_reported(lock);
 }
 
 Pager::Written Pager::written() {
   const Lock lock = parts_->table.lock();
-  parts_->touches.bury(lock);
+  parts_->touches.drop_dead_pages(lock);
   Written out;
   for (PageRecord* page : parts_->table.pages(lock)) {
     if (page == nullptr || !page->has_writes()) continue;
@@ -374,7 +376,7 @@ void Pager::fix(Page& page) {
   PAGODA_CHECK(record.whole_home(), "a sharded page cannot stay whole on the device");
   if (record.fixed) return;
   parts_->table.wait(lock, [&] { return record.readers == 0; });
-  home_reads::await(record, lock);
+  home_reads::wait(record, lock);
   record.home = tiers_.as_home(std::move(record.block));
   record.fixed = true;
   parts_->bindings.changed(record, lock);

@@ -15,7 +15,9 @@
 #include "pagoda/pager/page.h"
 #include "pagoda/pager/pager_options.h"
 #include "pagoda/pager/pager_stats.h"
+#include "pagoda/pager/pending_updates.h"
 #include "pagoda/pager/pin.h"
+#include "pagoda/pager/remote_shards.h"
 #include "pagoda/pager/tiers.h"
 
 namespace pagoda::pager {
@@ -49,10 +51,10 @@ class Pager {
   /// page from now on.
   void stop_fetching() noexcept;
 
-  /// What comes later than the pager: who knows the future, the debts, the other ranks. Set before
-  /// the first touch that needs them; null for none.
+  /// What comes later than the pager: who knows the future, pending updates, other ranks. Set
+  /// before the first touch that needs them; null for none.
   void set_foresight(Foresight* foresight);
-  void set_debts(Debts* debts);
+  void set_pending_updates(PendingUpdates* updates);
   void set_remote(RemoteShards* remote);
 
   /// A new page whose contents are at `bytes` in host-readable or device memory (null: blank), to
@@ -67,7 +69,7 @@ class Pager {
   /// Forgets a page whose storage is gone. Its bytes are given back at the next call that may wait.
   void storage_died(Page& page) noexcept;
   /// …which is this one: no binding of a storage that has died is called after it.
-  void bury_dead();
+  void drop_dead_pages();
   /// Forgets a page; nobody touches it any more.
   void drop(Page& page);
 
@@ -104,29 +106,29 @@ class Pager {
   /// Returns when nobody reads their homes any more. Not while an operator runs on them. The
   /// result: those that raw pointers may read all the same, for user code holds them or keeps a
   /// view. They are to be refreshed before user code goes on.
-  std::vector<Page*> owe(std::span<Page* const> pages);
+  std::vector<Page*> mark_pending(std::span<Page* const> pages);
   /// Returns when the pages are up to date where they are held.
   void refresh(std::span<Page* const> pages);
   /// Pages that live on the device and have no pending update can be read by raw pointers again.
   void bind_fixed();
   /// The page's home has seen all updates up to `version`.
   void updated(Page& page, std::uint64_t version);
-  /// Returns when home has seen every update that it owes; throws once touches are refused.
-  void await_version(const Page& page);
+  /// Returns when home has seen every pending update; throws once touches are refused.
+  void wait_for_version(const Page& page);
 
   /// The page's next version is being made before step(): true if it may be, for user code neither
   /// has written to the page nor holds it. Until step() the page can be read as ever.
   bool supersede(Page& page);
   void end_supersede(Page& page);
   /// `next` has the whole next version of a superseded page: what is fetched ahead comes from
-  /// there, though nobody sees it before owe(). It stays until then or until withdraw_next(), which
-  /// returns when nobody reads it.
+  /// there, though nobody sees it before mark_pending(). It stays until then or until
+  /// withdraw_next(), which returns when nobody reads it.
   void offer_next(Page& page, const Home& next);
   void withdraw_next(Page& page);
   /// `other`, of the same size and tier, has the page's next version, which is pending: it becomes
   /// the home, and takes what that was.
   void exchange_home(Page& page, Home& other);
-  /// The page's home, for whoever makes its next version, from owe() or supersede() until
+  /// The page's home, for whoever makes its next version, from mark_pending() or supersede() until
   /// updated(), and between two steps: nobody else changes it meanwhile.
   static Home& home(Page& page) noexcept;
   static const Home& home(const Page& page) noexcept;
@@ -151,7 +153,7 @@ class Pager {
   /// Of the page's bytes as operators of this rank see them: brings it to the device.
   std::uint64_t checksum(Page& page);
   /// Pages that raw pointers have written to where their hold says that this is told, or refused.
-  std::vector<std::string> take_told_writes();
+  std::vector<std::string> take_reported_writes();
   /// Writes a dirty page's bytes to its home; the page stays. Waits.
   void write_back(Page& page);
   /// Takes the page off the device; false if somebody has it pinned. Waits for a write-back.
@@ -196,7 +198,7 @@ class Pager {
 
   void unpin(std::span<const Access> accesses, device::Stream* consumer) noexcept;
   void release_hold(Page& page) noexcept;
-  void await_other_ranks(Page& page);
+  void wait_for_other_ranks(Page& page);
   void end_lookup(Page& page, device::Stream* consumer) noexcept;
   void remove_reader(Page& page) noexcept;
 

@@ -20,9 +20,9 @@ struct PagerStats {
   std::uint64_t evictions = 0;
   std::uint64_t writebacks = 0;
   Nanos fetch_busy = 0;      // fetches took so long, one after the other
-  Nanos fault_stall = 0;     // operators waited for faults
-  Nanos late_stall = 0;      // …for late prefetches
-  Nanos update_stall = 0;    // …for updates that their page owed
+  Nanos fault_stall = 0;     // operators stalled on faults
+  Nanos late_stall = 0;      // …on late prefetches
+  Nanos update_stall = 0;    // …on pending updates
   Bytes nvme_to_host = 0;    // nc
   Bytes host_to_device = 0;  // cg
   Bytes gathered = 0;        // gg: other ranks' shards

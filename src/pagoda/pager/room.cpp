@@ -41,7 +41,7 @@ void Room::fetch_ahead(const Lock& lock) {
     const PageId id = foresight->next_fetch(table_);
     if (id == kNoPage) return;
     PageRecord& page = *table_.pages(lock)[id];
-    if (page.residency != Residency::Absent || page.awaited() || page.blank()) return;
+    if (page.residency != Residency::Absent || page.awaits_update() || page.blank()) return;
     if (page.fetch_error != nullptr) return;  // whoever touches it shall see that first
     while (!copies_.try_take(page, lock)) {
       PageRecord* goes = victim(id, false, lock);
@@ -54,13 +54,13 @@ void Room::fetch_ahead(const Lock& lock) {
   }
 }
 
-void Room::await(Lock& lock) {
+void Room::wait_for_room(Lock& lock) {
   ++starved_;
   table_.wait(lock);
   --starved_;
 }
 
-void Room::pins_went(const Lock& /*lock*/) noexcept {
+void Room::notify_unpinned(const Lock& /*lock*/) noexcept {
   if (starved_ > 0) table_.notify();
 }
 
@@ -122,18 +122,18 @@ bool Room::others_will_free(std::span<const Access> accesses, const Lock& lock) 
 bool Room::take_afresh(std::span<const Access> accesses, Lock& lock) {
   ++starved_;  // nothing is fetched ahead into the room that this makes
   try {
-    for (bool settled = false; !settled;) {
-      settled = true;
+    for (bool done = false; !done;) {
+      done = true;
       for (const Access& access : accesses) {
         PageRecord& page = record_of(*access.page);
         // Those of this operator that are on their way must arrive before they can move.
         if (page.moving()) {
           table_.wait(lock);
-          settled = false;
+          done = false;
         } else if (page.residency == Residency::Resident && page.pins == 1 && !page.fixed) {
           if (page.dirty()) {
             homes_.write_back(page, lock);
-            settled = false;
+            done = false;
           } else {
             copies_.drop(page, lock);
           }

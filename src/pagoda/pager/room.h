@@ -28,9 +28,9 @@ class Room {
   /// false when room will only be there once other threads let go. The lock may be open meanwhile.
   bool bring(std::span<const Access> accesses, Lock& lock);
   /// Until bring() may have more luck.
-  void await(Lock& lock);
+  void wait_for_room(Lock& lock);
   /// Those who wait may try again.
-  void pins_went(const Lock& lock) noexcept;
+  void notify_unpinned(const Lock& lock) noexcept;
   /// Starts what the foresight wants fetched ahead, as far as room can be made.
   void fetch_ahead(const Lock& lock);
 

@@ -26,29 +26,29 @@ bool failed_to_arrive(const PageRecord& page) {
 
 }  // namespace
 
-/// Lets what stands in the way of a touch take its course: an operator that is about to throw, a
-/// lookup, an update. False: nothing does.
-bool Touches::let_pass(std::span<const Access> accesses, Lock& lock) {
+/// Waits for what a touch conflicts with, once: an operator that is about to throw, a lookup, a
+/// pending update. False: there is nothing.
+bool Touches::wait_for_conflict(std::span<const Access> accesses, Lock& lock) {
   if (bindings_.denied_to_others(accesses, lock)) {  // until that operator has thrown
     table_.wait(lock);
     return true;
   }
-  const auto owing = std::find_if(accesses.begin(), accesses.end(), [](const Access& access) {
+  const auto pending = std::find_if(accesses.begin(), accesses.end(), [](const Access& access) {
     const PageRecord& page = record_of(*access.page);
-    return page.owes() || page.lookups > 0;
+    return page.has_pending_update() || page.lookups > 0;
   });
-  if (owing == accesses.end()) return false;
-  PageRecord& page = record_of(*owing->page);
+  if (pending == accesses.end()) return false;
+  PageRecord& page = record_of(*pending->page);
   if (page.lookups > 0) {  // another thread's operator has the storage, while it runs
     table_.wait(lock);
     return true;
   }
-  Debts* debts = homes_.debts(lock);
-  PAGODA_CHECK(debts != nullptr, "a page owes an update that nobody makes (page {})", page.name());
+  PendingUpdates* updates = homes_.pending_updates(lock);
+  PAGODA_CHECK(updates != nullptr, "nobody applies the pending update of page {}", page.name());
   PAGODA_TRACE("pager", "wait for update", {"page", page.name()});
   lock.unlock();
   const Stopwatch watch;
-  debts->settle(page);
+  updates->wait_for_update(page);
   lock.lock();
   note_stall(table_.stats(lock).update_stall, watch.elapsed_ns(), lock);
   return true;
@@ -58,14 +58,15 @@ bool Touches::let_pass(std::span<const Access> accesses, Lock& lock) {
 bool Touches::bring(std::span<const Access> accesses, Lock& lock) {
   if (!room_.bring(accesses, lock)) {  // no room until another thread is done with its pages
     unpin_all(accesses, lock);
-    room_.await(lock);
+    room_.wait_for_room(lock);
     return false;
   }
   bool complete = true;
   for (const Access& access : accesses) {
     PageRecord& page = record_of(*access.page);
-    await(page, lock);
-    complete = complete && page.residency == Residency::Resident && !page.owes() && page.current();
+    wait_for_page(page, lock);
+    complete = complete && page.residency == Residency::Resident && !page.has_pending_update() &&
+               page.current();
   }
   if (!complete) {
     unpin_all(accesses, lock);
@@ -80,19 +81,19 @@ bool Touches::bring(std::span<const Access> accesses, Lock& lock) {
 void Touches::touch(std::span<const Access> accesses, std::uint8_t mode, device::Stream* consumer) {
   const bool captured = consumer != nullptr && consumer->capturing();
   Lock lock = table_.lock();
-  bury(lock);
+  drop_dead_pages(lock);
   if (captured) return touch_held(accesses, lock);
-  bool writes = homes_.debts(lock) != nullptr &&
+  bool writes = homes_.pending_updates(lock) != nullptr &&
                 std::any_of(accesses.begin(), accesses.end(),
                             [](const Access& access) { return access.write; });
   for (bool there = false; !there;) {
     bindings_.require_not_refused(lock);
-    if (let_pass(accesses, lock)) continue;
+    if (wait_for_conflict(accesses, lock)) continue;
     if (std::exchange(writes, false)) {
-      Debts* debts = homes_.debts(lock);
+      PendingUpdates* updates = homes_.pending_updates(lock);
       lock.unlock();
       for (const Access& access : accesses) {
-        if (access.write) debts->about_to_write(*access.page);
+        if (access.write) updates->about_to_write(*access.page);
       }
       lock.lock();
       continue;
@@ -115,8 +116,8 @@ void Touches::touch(std::span<const Access> accesses, std::uint8_t mode, device:
     }
     room_.fetch_ahead(lock);
     lock.unlock();
-    if (consumer == nullptr) await_copies(accesses);
-    tell_checker(accesses, consumer);
+    if (consumer == nullptr) wait_for_copies(accesses);
+    notify_checker(accesses, consumer);
   } catch (...) {
     if (!lock.owns_lock()) lock.lock();
     unpin_all(accesses, lock);
@@ -136,7 +137,7 @@ void Touches::note_stall(Nanos& of, Nanos wait, const Lock& /*lock*/) noexcept {
 }
 
 /// Into a CUDA graph, which will read the same addresses whenever it is replayed: only what stays
-/// there may be read. It was there when it was held, and an update that it owes comes with the next
+/// there may be read. It was there when it was held, and a pending update is applied with the next
 /// operator outside of a graph.
 void Touches::touch_held(std::span<const Access> accesses, const Lock& lock) {
   for (const Access& access : accesses) {
@@ -159,7 +160,7 @@ void Touches::touch_held(std::span<const Access> accesses, const Lock& lock) {
   }
 }
 
-void Touches::await_copies(std::span<const Access> accesses) {
+void Touches::wait_for_copies(std::span<const Access> accesses) {
   if (fetcher_.copies_at_once()) return;
   if (options_.dropped_wait == DroppedWait::Ready) return;
   for (const Access& access : accesses) {
@@ -176,7 +177,7 @@ void Touches::await_copies(std::span<const Access> accesses) {
 }
 
 /// An operator uses its pages now, or on `consumer`. The pages are pinned.
-void Touches::tell_checker(std::span<const Access> accesses, device::Stream* consumer) const {
+void Touches::notify_checker(std::span<const Access> accesses, device::Stream* consumer) const {
   device::OrderingChecker* checker = tiers_.device()->checker().get();
   if (checker == nullptr) return;
   for (const Access& access : accesses) {
@@ -193,7 +194,7 @@ void Touches::tell_checker(std::span<const Access> accesses, device::Stream* con
 }
 
 /// Waits until the page is neither on its way in nor out; throws what kept it from coming in.
-void Touches::await(PageRecord& page, Lock& lock) {
+void Touches::wait_for_page(PageRecord& page, Lock& lock) {
   if (page.residency != Residency::Resident) {
     PAGODA_TRACE("pager", "wait for page", {"page", page.name()}, {"bytes", page.bytes()});
     const bool late = page.prefetched;
@@ -237,7 +238,7 @@ void Touches::use(PageRecord& page, bool write, std::uint8_t mode, device::Strea
 void Touches::unpin(std::span<const Access> accesses, device::Stream* consumer) noexcept {
   try {
     // Until now the operator was at it; on a stream, what it was given when it began says it all.
-    if (consumer == nullptr) tell_checker(accesses, consumer);
+    if (consumer == nullptr) notify_checker(accesses, consumer);
   } catch (...) {  // the checker keeps it
   }
   const Lock lock = table_.lock();
@@ -273,7 +274,7 @@ void Touches::unpin_all(std::span<const Access> accesses, const Lock& lock) noex
     table_.unpin(page, lock);
     bindings_.unpinned(page, lock);
   }
-  room_.pins_went(lock);
+  room_.notify_unpinned(lock);
 }
 
 bool Touches::begin_lookup(const Lookup& lookup, device::Stream* consumer) {
@@ -285,7 +286,7 @@ bool Touches::begin_lookup(const Lookup& lookup, device::Stream* consumer) {
   }
   if (consumer != nullptr && consumer->capturing()) return false;
   Lock lock = table_.lock();
-  bury(lock);
+  drop_dead_pages(lock);
   // Nor is an operator elsewhere about to bring it in, which would bind the storage.
   const bool in_place = page.residency == Residency::Absent && page.pins == page.lookups &&
                         page.home.tier() == Tier::Host && page.whole_home() && !page.own_copy &&
@@ -299,20 +300,20 @@ bool Touches::begin_lookup(const Lookup& lookup, device::Stream* consumer) {
   ++page.lookups;
   ++page.readers;
   table_.pin(page, lock);
-  Debts* debts = homes_.debts(lock);
-  const bool owes = page.owes();
+  PendingUpdates* updates = homes_.pending_updates(lock);
+  const bool pending = page.has_pending_update();
   const std::byte* rows = page.home.data();
   const std::uint64_t wanted = page.wanted;
   lock.unlock();
   try {
-    if (debts != nullptr && !debts->settles_parts(page, wanted)) {
+    if (updates != nullptr && !updates->can_wait_for_rows(page, wanted)) {
       leave_lookup(page);
       return false;
     }
-    if (owes) {
+    if (pending) {
       const Stopwatch watch;
       PAGODA_TRACE("pager", "wait for update", {"page", page.name()}, {"rows", lookup.count});
-      rows = debts->settle_parts(page, elements_of(lookup.rows(), lookup));
+      rows = updates->wait_for_rows(page, elements_of(lookup.rows(), lookup));
       const Lock relock = table_.lock();
       note_stall(table_.stats(relock).update_stall, watch.elapsed_ns(), relock);
     }
@@ -344,14 +345,14 @@ void Touches::leave_lookup(PageRecord& page) noexcept {
   table_.notify();
 }
 
-void Touches::bury(const Lock& lock) {
-  table_.graveyard().bury([&](PageRecord& page) {
+void Touches::drop_dead_pages(const Lock& lock) {
+  table_.dead_pages().remove_if([&](PageRecord& page) {
     page.dead = true;
     page.binding = nullptr;
     page.bound = false;
     page.shut = false;
-    const bool busy = page.moving() || page.readers > 0 || page.pins > 0 || page.owes() ||
-                      page.attached || home_reads::any(page, lock);
+    const bool busy = page.moving() || page.readers > 0 || page.pins > 0 ||
+                      page.has_pending_update() || page.attached || home_reads::any(page, lock);
     if (busy) return false;
     log::debug("pager", "page dropped with its storage", {{"page", page.name()}});
     table_.remove(page, lock);

@@ -31,25 +31,25 @@ class Touches {
   void unpin(std::span<const Access> accesses, device::Stream* consumer) noexcept;
   /// The operator may use the bytes on this thread, or on any stream, once the copies that are
   /// still under way are over.
-  void await_copies(std::span<const Access> accesses);
+  void wait_for_copies(std::span<const Access> accesses);
 
   /// False: the page must be touched.
   bool begin_lookup(const Lookup& lookup, device::Stream* consumer);
   void end_lookup(PageRecord& page, device::Stream* consumer) noexcept;
 
   /// Forgets pages whose storage has died and that nobody needs.
-  void bury(const Lock& lock);
+  void drop_dead_pages(const Lock& lock);
 
  private:
   void touch_held(std::span<const Access> accesses, const Lock& lock);
-  bool let_pass(std::span<const Access> accesses, Lock& lock);
+  bool wait_for_conflict(std::span<const Access> accesses, Lock& lock);
   bool bring(std::span<const Access> accesses, Lock& lock);
   void note_stall(Nanos& of, Nanos wait, const Lock& lock) noexcept;
-  void await(PageRecord& page, Lock& lock);
+  void wait_for_page(PageRecord& page, Lock& lock);
   void use(PageRecord& page, bool write, std::uint8_t mode, device::Stream* consumer,
            const Lock& lock);
   void unpin_all(std::span<const Access> accesses, const Lock& lock) noexcept;
-  void tell_checker(std::span<const Access> accesses, device::Stream* consumer) const;
+  void notify_checker(std::span<const Access> accesses, device::Stream* consumer) const;
   device::Mark mark_or_wait(device::Stream& stream, const Lock& lock) noexcept;
   void leave_lookup(PageRecord& page) noexcept;
 

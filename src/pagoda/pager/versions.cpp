@@ -24,18 +24,18 @@ bool refused_by_rank(const std::exception_ptr& error) {
 
 }  // namespace
 
-std::vector<Page*> Versions::owe(std::span<Page* const> pages) {
+std::vector<Page*> Versions::mark_pending(std::span<Page* const> pages) {
   std::vector<Page*> exposed;
   Lock lock = table_.lock();
-  for (Page* page : pages) table_.owe(record_of(*page), lock);
-  for (Page* owing : pages) {
-    PageRecord& page = record_of(*owing);
+  for (Page* page : pages) table_.add_pending_update(record_of(*page), lock);
+  for (Page* pending : pages) {
+    PageRecord& page = record_of(*pending);
     table_.wait(lock, [&] { return !page.moving() && page.readers == 0; });
     if (page.fetch_error != nullptr) {
       const std::exception_ptr error = std::exchange(page.fetch_error, nullptr);
       if (!refused_by_rank(error)) std::rethrow_exception(error);
     }
-    home_reads::await(page, lock);
+    home_reads::wait(page, lock);
     page.next = nullptr;  // nobody fetches from there any more: it may become home
     if (page.residency != Residency::Resident) continue;
     if (page.current() && !page.fixed) continue;  // it was fetched ahead
@@ -43,7 +43,7 @@ std::vector<Page*> Versions::owe(std::span<Page* const> pages) {
                     "an operator still runs on a page that is updated (page {})", page.name());
     const bool viewed = page.fixed && page.binding != nullptr && page.binding->has_views();
     if (page.holds > 0 || viewed) {
-      exposed.push_back(owing);
+      exposed.push_back(pending);
     } else if (page.fixed) {
       bindings_.unbind(page, lock);  // the next touch, which waits for the update, binds it again
     } else {
@@ -57,20 +57,20 @@ void Versions::updated(PageRecord& page, std::uint64_t version) {
   const Lock lock = table_.lock();
   page.fill();
   if (page.fixed) page.resident_version = version;
-  table_.settle(page, version, lock);
+  table_.set_version(page, version, lock);
   table_.notify();
   room_.fetch_ahead(lock);
 }
 
-void Versions::await(const PageRecord& page) {
+void Versions::wait_for_version(const PageRecord& page) {
   Lock lock = table_.lock();
-  table_.wait(lock, [&] { return !page.owes() || !bindings_.refused(lock).empty(); });
-  if (page.owes()) bindings_.require_not_refused(lock);
+  table_.wait(lock, [&] { return !page.has_pending_update() || !bindings_.refused(lock).empty(); });
+  if (page.has_pending_update()) bindings_.require_not_refused(lock);
 }
 
 bool Versions::supersede(PageRecord& page) {
   const Lock lock = table_.lock();
-  if (page.has_writes() || page.before || page.holds > 0 || page.owes()) return false;
+  if (page.has_writes() || page.before || page.holds > 0 || page.has_pending_update()) return false;
   page.superseded = true;
   if (page.evictable(false)) copies_.drop(page, lock);
   return true;
@@ -78,7 +78,7 @@ bool Versions::supersede(PageRecord& page) {
 
 void Versions::offer_next(PageRecord& page, const Home& next) {
   const Lock lock = table_.lock();
-  if (!page.superseded || page.owes() || page.shared || page.fixed) return;
+  if (!page.superseded || page.has_pending_update() || page.shared || page.fixed) return;
   page.next = &next;
   table_.note_fetchable(page, lock);
   room_.fetch_ahead(lock);
@@ -90,7 +90,7 @@ void Versions::withdraw_next(PageRecord& page) {
   table_.wait(lock, [&] { return !page.moving(); });
   if (page.residency != Residency::Resident || page.current()) return;
   copies_.drop(page, lock);
-  home_reads::let_end(page, lock);
+  home_reads::wait_ignoring_errors(page, lock);
 }
 
 void Versions::end_supersede(PageRecord& page) {
@@ -102,8 +102,8 @@ void Versions::end_supersede(PageRecord& page) {
 
 void Versions::exchange_home(PageRecord& page, Home& other) {
   const Lock lock = table_.lock();
-  PAGODA_CHECK(page.owes() && !page.moving() && !page.fixed, "page {} is read while it is updated",
-               page.name());
+  PAGODA_CHECK(page.has_pending_update() && !page.moving() && !page.fixed,
+               "page {} is read while it is updated", page.name());
   PAGODA_CHECK(page.home.tier() == other.tier() && page.home.size() == other.size());
   std::swap(page.home, other);
 }

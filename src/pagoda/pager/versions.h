@@ -18,9 +18,9 @@ class Versions {
       : table_(table), bindings_(bindings), copies_(copies), room_(room) {}
 
   /// Pager's functions of the same names say what they do.
-  std::vector<Page*> owe(std::span<Page* const> pages);
+  std::vector<Page*> mark_pending(std::span<Page* const> pages);
   void updated(PageRecord& page, std::uint64_t version);
-  void await(const PageRecord& page);
+  void wait_for_version(const PageRecord& page);
   bool supersede(PageRecord& page);
   void end_supersede(PageRecord& page);
   void offer_next(PageRecord& page, const Home& next);

@@ -5,44 +5,6 @@
 
 namespace pagoda::prefetch {
 
-/// What the pager has, in the schedule's words.
-class Oracle::View final : public ArenaView {
- public:
-  View(const pager::Occupancy& occupancy, bool may_be_dirty)
-      : occupancy_(occupancy), may_be_dirty_(may_be_dirty) {}
-
-  PageState page(PageId id) const override {
-    using Where = pager::Outlook::Where;
-    const pager::Outlook page = occupancy_.page(id);
-    PageState state{page.bytes, Residency::Fetching, page.in_use || (page.dirty && !may_be_dirty_)};
-    switch (page.where) {
-      case Where::Nowhere:  // neither to be fetched nor to be evicted
-      case Where::Moving:
-        break;
-      case Where::Absent:
-        state.residency = Residency::Absent;
-        break;
-      case Where::Awaited:
-        state.residency = Residency::Awaited;
-        break;
-      case Where::Resident:
-        state.residency = Residency::Resident;
-        break;
-    }
-    return state;
-  }
-
-  std::span<const PageId> resident() const override { return occupancy_.resident(); }
-
-  Bytes free() const override { return occupancy_.free(); }
-
-  Bytes evictable() const override { return occupancy_.evictable(); }
-
- private:
-  const pager::Occupancy& occupancy_;
-  const bool may_be_dirty_;
-};
-
 void Oracle::touched(pager::PageId page, std::uint8_t mode, Nanos now) {
   predictor_.touch({page, mode}, now);
   now_ = now;
@@ -65,13 +27,13 @@ void Oracle::absent(pager::PageId page) {
 
 /// The first of the expected touches whose page is absent; their number if none is. Goes on where
 /// it was last time, so that a long way to it is not gone for every fetch.
-std::size_t Oracle::find_absent(const View& view) {
+std::size_t Oracle::find_absent(const pager::Occupancy& occupancy) {
   if (looked_after_ != predictor_.surprises()) first_absent_ = 0;
   looked_after_ = predictor_.surprises();
   const std::uint64_t next = predictor_.position() + 1;
   std::size_t i = first_absent_ > next ? static_cast<std::size_t>(first_absent_ - next) : 0;
   while (i < predictor_.size() &&
-         view.page(predictor_.page_ahead(i)).residency != Residency::Absent) {
+         occupancy.page(predictor_.page_ahead(i)).where != pager::Outlook::Where::Absent) {
     ++i;
   }
   first_absent_ = next + i;
@@ -88,13 +50,13 @@ pager::PageId Oracle::next_fetch(const pager::Occupancy& occupancy) {
       predictor_.position() < quiet_.position && now_ < quiet_.time) {
     return pager::kNoPage;
   }
-  const View view(occupancy, false);
-  const std::size_t first = find_absent(view);
+  const std::size_t first = find_absent(occupancy);
   if (first >= predictor_.size()) return pager::kNoPage;
   const PageId page = predictor_.page_ahead(first);
-  if (occupancy.owing() == 0 && view.page(page).bytes <= occupancy.free()) return page;
+  if (occupancy.pending_updates() == 0 && occupancy.page(page).bytes <= occupancy.free())
+    return page;
   Schedule::Pause pause;
-  if (const auto next = Schedule(predictor_, view, rate_).next_fetch(&pause)) {
+  if (const auto next = Schedule(predictor_, occupancy, rate_).next_fetch(&pause)) {
     quiet_ = {};
     return *next;
   }
@@ -105,8 +67,7 @@ pager::PageId Oracle::next_fetch(const pager::Occupancy& occupancy) {
 
 pager::PageId Oracle::victim(const pager::Occupancy& occupancy, pager::PageId for_page,
                              bool may_be_dirty) {
-  const View view(occupancy, may_be_dirty);
-  const auto goes = Schedule(predictor_, view, rate_).choose_victim();
+  const auto goes = Schedule(predictor_, occupancy, rate_).choose_victim({}, may_be_dirty);
   if (!goes) return pager::kNoPage;
   if (for_page != pager::kNoPage && next_use(*goes) <= next_use(for_page)) return pager::kNoPage;
   return *goes;

@@ -34,7 +34,6 @@ class Oracle final : public pager::Foresight {
   const FetchRate& rate() const noexcept { return rate_; }
 
  private:
-  class View;
   /// Until when nothing can start that was not started before.
   struct Quiet {
     std::uint64_t changes = ~std::uint64_t{0};
@@ -43,7 +42,7 @@ class Oracle final : public pager::Foresight {
     Nanos time = 0;
   };
 
-  std::size_t find_absent(const View& view);
+  std::size_t find_absent(const pager::Occupancy& occupancy);
 
   Predictor predictor_;
   FetchRate rate_;

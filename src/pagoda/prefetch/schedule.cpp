@@ -7,11 +7,14 @@
 
 namespace pagoda::prefetch {
 
+using pager::Outlook;
+using Where = Outlook::Where;
+
 std::optional<PageId> Schedule::next_fetch(Pause* pause) const {
   // Looking again after a sixteenth of what was looked at makes it cheap for every touch, and is
   // soon enough to use what was free until then.
   constexpr std::size_t kShare = 16;
-  Bytes free = arena_.free();              // less what awaited pages before that will take
+  Bytes free = arena_.free();              // less what pending pages before that take
   Bytes room = free + arena_.evictable();  // less what is used before the page looked at
   Bytes due = 0;                           // bytes that must arrive until then
   std::optional<PageId> next;
@@ -22,19 +25,19 @@ std::optional<PageId> Schedule::next_fetch(Pause* pause) const {
     const Expected expected = predictor_.ahead(i);
     const PageId id = expected.touch.page;
     if (predictor_.next_use(id) != i + 1) continue;  // seen nearer
-    const PageState page = arena_.page(id);
-    if (page.residency == Residency::Resident) {
-      if (!page.pinned) room -= std::min(room, page.bytes);
+    const Outlook page = arena_.page(id);
+    if (page.where == Where::Resident) {
+      if (!page.in_use && !page.dirty) room -= std::min(room, page.bytes);
       continue;
     }
     due += page.bytes;
-    if (page.residency != Residency::Fetching) {
-      const bool awaited = page.residency == Residency::Awaited;
-      if (!next && !awaited && page.bytes <= free) return id;
+    if (page.where == Where::Absent || page.where == Where::Pending) {
+      const bool pending = page.where == Where::Pending;
+      if (!next && !pending && page.bytes <= free) return id;
       // All that is used until here does not fit at once: what comes later cannot be due now.
       if (page.bytes > room) break;
       room -= page.bytes;
-      if (awaited) {
+      if (pending) {
         free -= std::min(free, page.bytes);
       } else if (!next) {
         next = id;
@@ -57,7 +60,8 @@ std::optional<PageId> Schedule::next_fetch(Pause* pause) const {
   return std::nullopt;
 }
 
-std::optional<PageId> Schedule::choose_victim(std::span<const PageId> exclude) const {
+std::optional<PageId> Schedule::choose_victim(std::span<const PageId> exclude,
+                                              bool may_be_dirty) const {
   constexpr auto kFar = std::numeric_limits<std::uint64_t>::max();
   std::optional<PageId> victim;
   std::tuple<std::uint64_t, std::uint64_t> furthest{0, 0};  // touches until used, touches since
@@ -65,8 +69,8 @@ std::optional<PageId> Schedule::choose_victim(std::span<const PageId> exclude) c
     const std::tuple<std::uint64_t, std::uint64_t> rank{predictor_.next_use(id).value_or(kFar),
                                                         predictor_.last_use(id).value_or(kFar)};
     if (victim && rank <= furthest) continue;
-    const PageState page = arena_.page(id);
-    if (page.residency != Residency::Resident || page.pinned) continue;
+    const Outlook page = arena_.page(id);
+    if (page.where != Where::Resident || page.in_use || (page.dirty && !may_be_dirty)) continue;
     if (std::find(exclude.begin(), exclude.end(), id) != exclude.end()) continue;
     victim = id;
     furthest = rank;

@@ -6,38 +6,11 @@
 #include <span>
 
 #include "pagoda/base/bytes.h"
+#include "pagoda/pager/foresight.h"
 #include "pagoda/prefetch/fetch_rate.h"
 #include "pagoda/prefetch/predictor.h"
 
 namespace pagoda::prefetch {
-
-/// Where the bytes of a page are, as far as the arena is concerned.
-enum class Residency : std::uint8_t {
-  Absent,    // no bytes of the arena
-  Awaited,   // none either, and cannot be fetched yet: it owes an update
-  Fetching,  // has its bytes of the arena; they are on their way
-  Resident,  // there, and may be evicted unless it is pinned
-};
-
-struct PageState {
-  Bytes bytes = 0;
-  Residency residency = Residency::Absent;
-  bool pinned = false;
-};
-
-/// What the schedule asks about the arena. Called under the lock of whoever calls the schedule.
-class ArenaView {
- public:
-  virtual ~ArenaView() = default;
-
-  virtual PageState page(PageId page) const = 0;
-  /// Every page that is resident, in any order; others may be among them and are left out.
-  virtual std::span<const PageId> resident() const = 0;
-  /// Bytes that no page has.
-  virtual Bytes free() const = 0;
-  /// Bytes of the pages that are resident and not pinned.
-  virtual Bytes evictable() const = 0;
-};
 
 /// Decides which page to fetch and which to evict. Holds no state: it is made of references, and
 /// each answer is that of the moment. One thread at a time: the caller holds its lock.
@@ -49,9 +22,9 @@ class Schedule {
     double slack = 2;
   };
 
-  Schedule(const Predictor& predictor, const ArenaView& arena, const FetchRate& rate)
+  Schedule(const Predictor& predictor, const pager::Occupancy& arena, const FetchRate& rate)
       : Schedule(predictor, arena, rate, Options{}) {}
-  Schedule(const Predictor& predictor, const ArenaView& arena, const FetchRate& rate,
+  Schedule(const Predictor& predictor, const pager::Occupancy& arena, const FetchRate& rate,
            const Options& options)
       : predictor_(predictor), arena_(arena), rate_(rate), options_(options) {}
 
@@ -64,18 +37,20 @@ class Schedule {
 
   /// The absent page to fetch now, if any; `pause` (may be null) is set if there is none. Pages are
   /// fetched in the order of their use. The next one starts at once when it fits into what is free,
-  /// less what awaited pages before it will take; when room must be made, only as late as the
+  /// less what pending pages before it will take; when room must be made, only as late as the
   /// deadlines of all that comes allow, and never by evicting what is used before it: as long as it
   /// does not fit, choose_victim() then names pages that are used later, or not at all.
   std::optional<PageId> next_fetch(Pause* pause = nullptr) const;
 
-  /// The page to evict: of those that are resident, not pinned and not in `exclude`, one without an
-  /// expected use, the least recently touched first; else the one that is used furthest from now.
-  std::optional<PageId> choose_victim(std::span<const PageId> exclude = {}) const;
+  /// The page to evict: of those that are resident, not in use, not in `exclude` and not dirty
+  /// unless they may be, one without an expected use, the least recently touched first; else the
+  /// one that is used furthest from now.
+  std::optional<PageId> choose_victim(std::span<const PageId> exclude = {},
+                                      bool may_be_dirty = false) const;
 
  private:
   const Predictor& predictor_;
-  const ArenaView& arena_;
+  const pager::Occupancy& arena_;
   const FetchRate& rate_;
   Options options_;
 };

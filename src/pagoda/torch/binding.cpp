@@ -29,23 +29,23 @@ namespace {
 using Constants = c10::Dict<std::string, double>;
 using Counts = c10::Dict<std::string, std::int64_t>;
 
-/// An exception's family as Python is told it: TorchBind knows RuntimeError only.
-class Told : public std::runtime_error {
+/// An error as Python gets it, with its class in front: TorchBind knows RuntimeError only.
+class PythonError : public std::runtime_error {
  public:
-  Told(const char* family, const std::string& text)
+  PythonError(const char* family, const std::string& text)
       : std::runtime_error(fmt::format("pagoda.{}: {}", family, text)) {}
 };
 
 template <class Work>
-auto telling(const Work& work) {
+auto translating_errors(const Work& work) {
   try {
     return work();
   } catch (const UserError& error) {
-    throw Told("UserError", error.told());
+    throw PythonError("UserError", error.user_message());
   } catch (const engine::RankFailed& error) {
-    throw Told("EngineError", error.told());
+    throw PythonError("EngineError", error.user_message());
   } catch (const EngineError& error) {
-    throw Told("EngineError", error.what());
+    throw PythonError("EngineError", error.what());
   }
 }
 
@@ -198,7 +198,7 @@ struct BoundPin final : ::torch::CustomClassHolder {
     const Enders::EndsHere here;  // Python's lock is not held in a method
     const std::shared_ptr<Engine> of = std::move(engine);
     held.clear();
-    if (of != nullptr) telling([&] { of->check_pinned_writes(); });
+    if (of != nullptr) translating_errors([&] { of->check_pinned_writes(); });
   }
 
   std::shared_ptr<Engine> engine;  // a pin must not reach into one that is gone
@@ -231,7 +231,7 @@ struct BoundSaved final : ::torch::CustomClassHolder {
       : engine(std::move(engine)), store(std::move(store)), saved(std::move(saved)) {}
 
   at::Tensor restore() {
-    return telling([&] { return store->unpack(saved); });
+    return translating_errors([&] { return store->unpack(saved); });
   }
 
   std::shared_ptr<Engine> engine;  // the first member is the last to go
@@ -245,18 +245,18 @@ struct BoundActivations final : ::torch::CustomClassHolder {
       : engine(std::move(engine)), store(this->engine->activations()), policy(policy) {}
 
   c10::intrusive_ptr<BoundSaved> keep(const at::Tensor& tensor) {
-    return telling([&] {
+    return translating_errors([&] {
       return c10::make_intrusive<BoundSaved>(engine, store, store->pack(tensor, policy));
     });
   }
   void sweep() {
-    telling([&] { store->sweep(); });
+    translating_errors([&] { store->sweep(); });
   }
   void flush() {
-    telling([&] { store->flush(); });
+    translating_errors([&] { store->flush(); });
   }
   void pause(bool paused) {
-    telling([&] { store->pause(paused); });
+    translating_errors([&] { store->pause(paused); });
   }
 
   std::shared_ptr<Engine> engine;
@@ -272,7 +272,7 @@ class BoundEngine final : public ::torch::CustomClassHolder {
 
   BoundEngine(const std::string& config, const std::optional<Group>& group,
               const std::optional<Group>& gradients, bool from_env) {
-    telling([&] {
+    translating_errors([&] {
       auto* over = gradients.has_value() ? gradients->get() : nullptr;
       auto world = group.has_value() ? world_from_group(**group, over)
                    : from_env        ? world_from_env()
@@ -281,7 +281,7 @@ class BoundEngine final : public ::torch::CustomClassHolder {
       try {
         parsed = Config::from_json(config);
       } catch (const UserError& error) {
-        world->give_up(error.told());  // the others shall not wait for this rank
+        world->give_up(error.user_message());  // the others shall not wait for this rank
         throw;
       }
       parsed.pin_advice =
@@ -303,13 +303,13 @@ class BoundEngine final : public ::torch::CustomClassHolder {
   }
 
   void begin_build() {
-    telling([&] { engine(); });
+    translating_errors([&] { engine(); });
     builds_.emplace_back(std::make_unique<BuildSurroundings>());
   }
   void end_build() { builds_.pop_back(); }
 
   void adopt(const at::Tensor& tensor, const std::string& name) {
-    telling([&] { engine().adopt(tensor, name); });
+    translating_errors([&] { engine().adopt(tensor, name); });
   }
 
   /// `group_of`: of each parameter; negative: it is not trained.
@@ -317,7 +317,7 @@ class BoundEngine final : public ::torch::CustomClassHolder {
               const std::vector<std::int64_t>& group_of, const std::vector<std::string>& kinds,
               const std::vector<Constants>& constants, const std::vector<std::string>& buffer_names,
               const std::vector<at::Tensor>& buffer_tensors) {
-    telling([&] {
+    translating_errors([&] {
       PAGODA_CHECK(names.size() == tensors.size() && names.size() == group_of.size() &&
                    kinds.size() == constants.size() &&
                    buffer_names.size() == buffer_tensors.size());
@@ -340,15 +340,15 @@ class BoundEngine final : public ::torch::CustomClassHolder {
   }
 
   void release(const std::vector<at::Tensor>& parameters) {
-    telling([&] { engine().release(parameters); });
+    translating_errors([&] { engine().release(parameters); });
   }
 
   void backward(const at::Tensor& loss, std::optional<bool> last) {
-    telling([&] { engine().backward(loss, last); });
+    translating_errors([&] { engine().backward(loss, last); });
   }
 
   std::tuple<std::int64_t, bool, double, double> step() {
-    return telling([&] {
+    return translating_errors([&] {
       const StepReport report = engine().step();
       return std::make_tuple(static_cast<std::int64_t>(report.step), report.skipped, report.norm,
                              report.loss_scale);
@@ -356,19 +356,19 @@ class BoundEngine final : public ::torch::CustomClassHolder {
   }
 
   void join() {
-    telling([&] { engine().join(); });
+    translating_errors([&] { engine().join(); });
   }
   void finish() {
-    telling([&] { engine().finish(); });
+    translating_errors([&] { engine().finish(); });
   }
   void barrier() {
-    telling([&] { engine().barrier(); });
+    translating_errors([&] { engine().barrier(); });
   }
   void begin_call(const std::string& label, const std::string& name, const std::string& argument) {
-    telling([&] { engine().begin_call(label, name, argument); });
+    translating_errors([&] { engine().begin_call(label, name, argument); });
   }
   void end_call(const std::string& error) {
-    telling([&] { engine().end_call(error); });
+    translating_errors([&] { engine().end_call(error); });
   }
   /// From any thread. Also of an engine that has been closed: then there is nobody to tell.
   void fail(const std::string& why) {
@@ -380,36 +380,36 @@ class BoundEngine final : public ::torch::CustomClassHolder {
     if (engine != nullptr) engine->fail(why);
   }
   void zero_grad() {
-    telling([&] { engine().zero_grad(); });
+    translating_errors([&] { engine().zero_grad(); });
   }
   bool has_gradients() {
-    return telling([&] { return engine().has_gradients(); });
+    return translating_errors([&] { return engine().has_gradients(); });
   }
   void set_loss_is_scaled(bool scaled) {
-    telling([&] { engine().set_loss_is_scaled(scaled); });
+    translating_errors([&] { engine().set_loss_is_scaled(scaled); });
   }
   void set_clip(double clip) {
-    telling([&] { engine().set_clip(clip); });
+    translating_errors([&] { engine().set_clip(clip); });
   }
   void set_optimizer(std::int64_t group, const std::string& kind, const Constants& constants) {
-    telling(
+    translating_errors(
         [&] { engine().set_optimizer(static_cast<std::size_t>(group), rule_of(kind, constants)); });
   }
   void require_changeable(const std::string& what) {
-    telling([&] { engine().require_changeable(what); });
+    translating_errors([&] { engine().require_changeable(what); });
   }
   double loss_scale() {
-    return telling([&] { return engine().loss_scale(); });
+    return translating_errors([&] { return engine().loss_scale(); });
   }
   at::Tensor grad(const at::Tensor& parameter) {
-    return telling([&] { return engine().grad(parameter); });
+    return translating_errors([&] { return engine().grad(parameter); });
   }
   double grad_norm() {
-    return telling([&] { return engine().grad_norm(); });
+    return translating_errors([&] { return engine().grad_norm(); });
   }
 
   c10::intrusive_ptr<BoundPin> pin(const std::vector<at::Tensor>& parameters, bool write) {
-    return telling([&] {
+    return translating_errors([&] {
       engine();
       auto out = c10::make_intrusive<BoundPin>();
       out->engine = engine_;
@@ -423,7 +423,7 @@ class BoundEngine final : public ::torch::CustomClassHolder {
   c10::intrusive_ptr<BoundActivations> activations(const std::string& place,
                                                    const std::string& least,
                                                    const std::string& in_flight) {
-    return telling([&] {
+    return translating_errors([&] {
       PAGODA_REQUIRE(place == "host" || place == "nvme",
                      "activations('{}'): it takes 'host' or 'nvme'", place);
       PAGODA_REQUIRE(place == "host" || !engine().config().nvme.empty(),
@@ -436,22 +436,22 @@ class BoundEngine final : public ::torch::CustomClassHolder {
   }
 
   Counts stats() {
-    return telling([&] { return counts_of(engine().stats()); });
+    return translating_errors([&] { return counts_of(engine().stats()); });
   }
   std::string stats_table() {
-    return telling([&] { return engine().stats().table(); });
+    return translating_errors([&] { return engine().stats().table(); });
   }
   std::string config() {
-    return telling([&] { return engine().config().to_json(); });
+    return translating_errors([&] { return engine().config().to_json(); });
   }
   std::string device() {
-    return telling([&] { return engine().device().str(); });
+    return translating_errors([&] { return engine().device().str(); });
   }
   std::int64_t rank() {
-    return telling([&] { return engine().rank(); });
+    return translating_errors([&] { return engine().rank(); });
   }
   std::int64_t world_size() {
-    return telling([&] { return engine().world_size(); });
+    return translating_errors([&] { return engine().world_size(); });
   }
 
  private:
@@ -478,7 +478,7 @@ TORCH_LIBRARY_FRAGMENT(pagoda, library) {
   using pagoda::torch::BoundSaved;
   library.def("config_keys() -> str[]", pagoda::torch::config_keys);
   library.def("optimizer_constants(str kind) -> Dict(str, float)", [](const std::string& kind) {
-    return pagoda::torch::telling([&] { return pagoda::torch::constants_of(kind); });
+    return pagoda::torch::translating_errors([&] { return pagoda::torch::constants_of(kind); });
   });
   library.class_<BoundInterpreter>("Interpreter")
       .def(torch::init<>())

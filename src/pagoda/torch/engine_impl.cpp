@@ -116,9 +116,9 @@ std::string Engine::Impl::touch_failed(std::exception_ptr error) noexcept {
     try {
       std::rethrow_exception(error);
     } catch (const UserError& mistake) {
-      return mistake.told();
+      return mistake.user_message();
     } catch (const OutOfMemory& memory) {
-      return memory.told();
+      return memory.user_message();
     } catch (const std::bad_alloc&) {
       return "host memory ran out while the pages of an operator were brought in";
     } catch (...) {
@@ -253,7 +253,7 @@ void Engine::Impl::storage_exchanged(std::size_t index) {
   storage->watch(page);
   const c10::StorageImpl* old = parameter.storage->key();
   torch::StorageTable::instance().erase(old);
-  parameter.storage->let_go();
+  parameter.storage->detach();
   runtime_->pager().set_binding(page, storage.get());
   parameter.storage = storage.get();
   storages_.erase(old);
@@ -271,7 +271,7 @@ void Engine::Impl::sweep() {
     if (storage->gone()) gone.push_back(key);
   }
   if (gone.empty()) return;
-  runtime_->pager().bury_dead();  // before the bindings go
+  runtime_->pager().drop_dead_pages();  // before the bindings go
   for (const c10::StorageImpl* key : gone) {
     torch::StorageTable::instance().erase(key);
     storages_.erase(key);

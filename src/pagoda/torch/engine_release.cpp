@@ -110,7 +110,7 @@ void Engine::Impl::release(const std::vector<at::Tensor>& model) {
 
 /// Pages in place of which a parameter has got another storage, which it keeps.
 void Engine::Impl::drop_exchanged() {
-  runtime_->pager().bury_dead();  // most of the storages that they had have died
+  runtime_->pager().drop_dead_pages();  // most of the storages that they had have died
   const bool sharded = runtime_->ranks() > 1 && runtime_->config().zero == 3;
   std::unordered_set<const torch::PageStorage*> ours;
   for (const Parameter& parameter : parameters_) ours.insert(parameter.storage);
@@ -122,7 +122,7 @@ void Engine::Impl::drop_exchanged() {
     const bool alive = storage.alive();
     if (alive) {
       runtime_->pager().set_binding(*storage.page(), nullptr);
-      storage.let_go();
+      storage.detach();
     }
     if (alive || sharded) runtime_->drop(*storage.page());
     return true;

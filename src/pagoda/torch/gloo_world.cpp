@@ -240,7 +240,7 @@ class GlooWorld final : public comm::World {
                                 c10::Device(c10::kCUDA, current_gpu()));
     }
     const std::string prefix = fmt::format("group/{}/{}", groups_made_++, name);
-    await_all(prefix);
+    wait_for_all(prefix);
     try {
       return std::make_unique<GlooGroup>(c10::make_intrusive<::c10d::PrefixStore>(prefix, store_),
                                          rank_, size_, name, options_);
@@ -282,7 +282,7 @@ class GlooWorld final : public comm::World {
   static std::string gave_up_key(int rank) { return fmt::format("gave up/{}", rank); }
 
   /// Returns when all ranks are about to connect. Gloo's own rendezvous cannot be ended.
-  void await_all(const std::string& group) {
+  void wait_for_all(const std::string& group) {
     constexpr milliseconds kFirstLook{1};
     constexpr milliseconds kLook{50};
     const auto here = [&](int rank) { return fmt::format("{}/here/{}", group, rank); };

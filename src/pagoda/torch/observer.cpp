@@ -342,7 +342,7 @@ std::optional<std::string> KernelPages::touch() {
       held.consumer = held.client->consumer();
       held.pin = held.pager->touch(held.all(), touch_mode(), held.consumer.get());
     } catch (const pager::OperatorTooLarge& error) {
-      return error.told();
+      return error.user_message();
     } catch (...) {
       throw std::runtime_error(held.client->touch_failed(std::current_exception()));
     }

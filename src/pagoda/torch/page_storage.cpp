@@ -134,7 +134,7 @@ void PageStorage::forget() noexcept {
   set(nullptr, tie_ != nullptr);
 }
 
-void PageStorage::let_go() {
+void PageStorage::detach() {
   unbind("this storage was a parameter's page; the parameter has another one now");
   if (const auto storage = storage_.lock()) {
     (void)storage->_mutable_data_ptr_no_checks().release_context();

@@ -37,10 +37,10 @@ class PageStorage final : public pager::Binding {
   bool has_views() const noexcept override { return storage_.use_count() > parameters_; }
   /// So many parameters share it: others that do are views.
   void set_parameters(std::size_t count) noexcept { parameters_ = count; }
-  /// The pager ends: the storage's death is told to nobody, from whichever thread it comes.
+  /// The pager ends: nobody hears of the storage's death, from whichever thread it comes.
   void end() noexcept;
   /// The storage is a page no more, and its death means nothing; until this goes, as it was.
-  void let_go();
+  void detach();
   /// The storage becomes a plain one that owns `data`, and is no page any more.
   void give_back(c10::DataPtr data);
 

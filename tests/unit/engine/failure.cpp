@@ -63,7 +63,7 @@ TEST_F(FailureTest, OtherRanksKnowWhyAndWhereOneEnded) {
   std::vector<std::unique_ptr<Failure>> ranks;
   for (const auto& world : worlds_) ranks.push_back(std::make_unique<Failure>(*world, "engine"));
   EXPECT_EQ(ranks[0]->fate_of(1), std::nullopt);
-  EXPECT_EQ(ranks[0]->story_of(1, "what is known"), "what is known");
+  EXPECT_EQ(ranks[0]->describe(1, "what is known"), "what is known");
   ranks[2]->post_end("in close() after step() 4");
   EXPECT_EQ(ranks[0]->fate_of(2), "rank 2 has ended its engine in close() after step() 4");
   ranks[1]->fail(error("its disk is full"));
@@ -74,7 +74,7 @@ TEST_F(FailureTest, OtherRanksKnowWhyAndWhereOneEnded) {
   EXPECT_THAT(thrown_by_check(*ranks[0]), HasSubstr("rank 1 failed: its disk is full"));
   EXPECT_FALSE(ranks[0]->is_own());
   EXPECT_EQ(ranks[2]->fate_of(0), "rank 1 failed: its disk is full");  // not: rank 0 failed: …
-  ranks[1]->await_heard(std::chrono::seconds(60));                     // both have: at once
+  ranks[1]->wait_until_heard(std::chrono::seconds(60));                // both have: at once
 }
 
 TEST_F(FailureTest, TheRankThatFailedIsNamedAndNotOneThatHasHeardOfIt) {
@@ -93,7 +93,8 @@ TEST_F(FailureTest, TheRankThatFailedIsNamedAndNotOneThatHasHeardOfIt) {
   ranks[1]->fail(lost(2));
   EXPECT_THAT(thrown_by_check(*ranks[1]), HasSubstr("rank 2 closed its connection"));
   EXPECT_THAT(thrown_by_check(*ranks[1]), testing::Not(HasSubstr("rank 0")));
-  ranks[0]->await_heard(std::chrono::seconds(60));  // nobody waits for a rank that is gone: at once
+  ranks[0]->wait_until_heard(
+      std::chrono::seconds(60));  // nobody waits for a rank that is gone: at once
   // Rank 1 failed, rank 0 heard of it and went; rank 2 loses rank 0.
   make("heard");
   ranks[1]->fail(error("its disk is full"));

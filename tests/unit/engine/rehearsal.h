@@ -56,7 +56,7 @@ struct Rehearsal {
 };
 
 using Worlds = std::vector<std::shared_ptr<comm::World>>;
-/// Told at a rank's end, with nothing owed and the runtime still there; on that rank's thread.
+/// Told at a rank's end, with no update pending and the runtime still there; on that rank's thread.
 using AtEnd = std::function<void(int rank, Runtime& runtime)>;
 
 /// Runs every rank on a thread of its own; throws at the first byte that is not as it should be.

@@ -55,11 +55,11 @@ class UpdaterAlone : public testing::Test {
           return true;
         },
         {});
-    pager_->set_debts(updater_.get());
+    pager_->set_pending_updates(updater_.get());
   }
   ~UpdaterAlone() override {
     updater_->stop();
-    pager_->set_debts(nullptr);
+    pager_->set_pending_updates(nullptr);
   }
 
   TrainedPage& page(std::uint64_t elements, pager::Placement states = pager::Placement::Host) {
@@ -101,16 +101,16 @@ class UpdaterAlone : public testing::Test {
     return out;
   }
 
-  /// The pages owe an update.
-  void owe(const std::vector<TrainedPage*>& pages) {
+  /// The pages have a gradient and a pending update.
+  void mark_pending(const std::vector<TrainedPage*>& pages) {
     for (TrainedPage* page : pages) {
       page->parameters[0].used = page->parameters[0].filled = true;
-      pager_->owe({&page->page, 1});
+      pager_->mark_pending({&page->page, 1});
     }
   }
   /// As step() does: …which is queued.
   void start(const std::vector<TrainedPage*>& pages) {
-    owe(pages);
+    mark_pending(pages);
     updater_->start(pages, scalars_);
   }
   /// As the gradients' thread does before step().
@@ -124,14 +124,14 @@ class UpdaterAlone : public testing::Test {
   }
   /// As step() does then.
   void release(const std::vector<TrainedPage*>& pages) {
-    for (TrainedPage* page : pages) pager_->owe({&page->page, 1});
+    for (TrainedPage* page : pages) pager_->mark_pending({&page->page, 1});
     updater_->release(pages);
     for (TrainedPage* page : pages) pager_->end_supersede(*page->page);
   }
   /// As step() does when it clips: others are made.
   void start_again(const std::vector<TrainedPage*>& pages, double factor) {
     updater_->roll_back(pages);
-    owe(pages);
+    mark_pending(pages);
     updater_->start(pages, std::make_shared<const StepScalars>(StepScalars{factor, {rule_}}));
   }
 
@@ -158,7 +158,7 @@ class UpdaterAlone : public testing::Test {
     busy.wait();
     work();
     go.count_down();
-    updater_->settle_all();
+    updater_->wait_for_all();
     const std::lock_guard lock(mutex_);
     return std::exchange(order_, {});
   }
@@ -211,12 +211,12 @@ TEST_F(UpdaterAlone, MakesPartsFirstAndTheRestOnce) {
   TrainedPage& busy = page(100);
   const std::vector<pager::Range> parts = {
       {0, 1}, {3, kChunk + 7}, {2 * kChunk, 2 * kChunk + 64}, {5 * kChunk + 99, kElements}};
-  EXPECT_TRUE(updater_->settles_parts(*parted.page, 0));
-  EXPECT_FALSE(updater_->settles_parts(*parted.page, 1)) << "nobody has begun that one";
+  EXPECT_TRUE(updater_->can_wait_for_rows(*parted.page, 0));
+  EXPECT_FALSE(updater_->can_wait_for_rows(*parted.page, 1)) << "nobody has begun that one";
   // Masters are made with the first update: parts of it are all of it.
   start({&parted, &whole});
-  updater_->settle_parts(*parted.page, parts);
-  updater_->settle_all();
+  updater_->wait_for_rows(*parted.page, parts);
+  updater_->wait_for_all();
   ASSERT_EQ(values(parted), values(whole));
   const std::vector<std::uint16_t> before = values(parted);
 
@@ -235,7 +235,7 @@ TEST_F(UpdaterAlone, MakesPartsFirstAndTheRestOnce) {
   start({&whole, &parted});
   std::vector<std::uint16_t> seen(kElements);  // of the parts; the rest may be under way
   std::thread reader([&] {
-    updater_->settle_parts(*parted.page, parts);
+    updater_->wait_for_rows(*parted.page, parts);
     for (const pager::Range& part : parts) {
       tiers_->read(parted.home(), part.begin * 2,
                    std::as_writable_bytes(std::span(seen).subspan(part.begin, part.size())));
@@ -243,7 +243,7 @@ TEST_F(UpdaterAlone, MakesPartsFirstAndTheRestOnce) {
   });
   go.count_down();
   reader.join();
-  updater_->settle_all();
+  updater_->wait_for_all();
   const std::vector<std::uint16_t> after = values(whole);
   EXPECT_EQ(values(parted), after);
   EXPECT_NE(after[0], before[0]);
@@ -264,12 +264,12 @@ TEST_F(UpdaterAlone, MakesPartsOnceWhoeverAsksAndWhenever) {
   for (std::uint64_t reader = 0; reader < 3; ++reader) {
     readers.emplace_back([&, reader] {
       const std::vector<pager::Range> rows = {{reader * 100, reader * 100 + 250}};
-      while (!over) updater_->settle_parts(*parted.page, rows);
+      while (!over) updater_->wait_for_rows(*parted.page, rows);
     });
   }
   for (int step = 0; step < kSteps; ++step) {
     start({&parted, &whole});
-    updater_->settle_all();
+    updater_->wait_for_all();
     if (values(parted) != values(whole)) {
       ADD_FAILURE() << "step " << step;
       break;
@@ -289,21 +289,21 @@ class EarlyUpdatesOf : public testing::WithParamInterface<StateLayout::Master>,
     start_early(pages, true);
     after();
     start_again(pages, 0.25);
-    updater_->settle_all();
+    updater_->wait_for_all();
   }
   /// A page after steps with these factors.
   std::vector<std::uint16_t> expected(std::uint64_t elements, const std::vector<double>& factors) {
     TrainedPage& plain = page(elements);
     for (const double factor : factors) {
-      owe({&plain});
+      mark_pending({&plain});
       TrainedPage* const one = &plain;
       updater_->start({&one, 1}, std::make_shared<const StepScalars>(StepScalars{factor, {rule_}}));
-      updater_->settle_all();
+      updater_->wait_for_all();
     }
     return values(plain);
   }
   /// Waits until so many of `elements`, from a count of before on, have been updated.
-  std::uint64_t await_elements(std::uint64_t before, std::uint64_t enough) {
+  std::uint64_t wait_for_elements(std::uint64_t before, std::uint64_t enough) {
     std::uint64_t made = 0;
     while ((made = updater_->stats().elements - before) < enough) std::this_thread::yield();
     return made;
@@ -319,15 +319,15 @@ TEST_P(EarlyUpdatesOf, AreNotSeenBeforeTheirStep) {
     const bool reversible = round % 3 == 2;
     TrainedPage& early = reversible ? reversible_page(elements) : page(elements);
     start({&early});
-    updater_->settle_all();
+    updater_->wait_for_all();
     const std::uint64_t before = updater_->stats().elements;
     start_early({&early}, reversible);
-    await_elements(before, elements * (round / 3) / 3);
+    wait_for_elements(before, elements * (round / 3) / 3);
     EXPECT_TRUE(updater_->early(early));
     ASSERT_THAT(values(early), testing::Each(once[0])) << "round " << round;
     ASSERT_EQ(early.parameters[0].updates, 1U);
     release({&early});
-    updater_->settle_all();
+    updater_->wait_for_all();
     ASSERT_THAT(values(early), testing::Each(twice[0])) << "round " << round;
     ASSERT_EQ(early.parameters[0].updates, 2U);
     EXPECT_FALSE(updater_->early(early));
@@ -346,7 +346,7 @@ TEST_P(EarlyUpdatesOf, AreNotMadeAgainWhereTheyAreLookedUpBeforeTheyAreCopied) {
   TrainedPage& busy = page(100);
   TrainedPage& early = page(1000);
   start({&early});
-  updater_->settle_all();
+  updater_->wait_for_all();
   const std::vector<std::uint16_t> halves(1000, 0x3F00);
   early.gradient = tiers_->allocate(early.gradient_bytes(), pager::Placement::Device,
                                     pager::tag::kGradients, "gradient");
@@ -355,7 +355,7 @@ TEST_P(EarlyUpdatesOf, AreNotMadeAgainWhereTheyAreLookedUpBeforeTheyAreCopied) {
   };
   set_gradient();
   start_early({&early}, false);
-  updater_->settle_all();
+  updater_->wait_for_all();
   std::latch held(1);
   std::latch go(1);
   updater_->set_callbacks(
@@ -372,17 +372,17 @@ TEST_P(EarlyUpdatesOf, AreNotMadeAgainWhereTheyAreLookedUpBeforeTheyAreCopied) {
   std::thread reader([&] {
     const std::vector<pager::Range> rows = {{0, 10}, {500, 700}};
     const auto* seen =
-        reinterpret_cast<const std::uint16_t*>(updater_->settle_parts(*early.page, rows));
+        reinterpret_cast<const std::uint16_t*>(updater_->wait_for_rows(*early.page, rows));
     EXPECT_EQ(seen[0], twice);
     EXPECT_EQ(seen[699], twice);
   });
   go.count_down();
   reader.join();
-  updater_->settle_all();
+  updater_->wait_for_all();
   EXPECT_THAT(values(early), testing::Each(twice));
   set_gradient();
   start({&early});
-  updater_->settle_all();
+  updater_->wait_for_all();
   EXPECT_THAT(values(early), testing::Each(thrice));  // so its state is right, too
 }
 
@@ -395,14 +395,14 @@ TEST_P(EarlyUpdatesOf, LeaveNothingBehindWhenRolledBack) {
     const std::uint64_t elements = (40ULL << (round / 9)) * kChunk + 100;
     TrainedPage& page = reversible_page(elements);
     start({&page});
-    updater_->settle_all();
+    updater_->wait_for_all();
     start_early({&page}, true);  // one that stays, so that state and spare have changed places
     release({&page});
-    updater_->settle_all();
+    updater_->wait_for_all();
     clipped_step({&page}, [] {});  // rolled back at once, or nearly
     const std::uint64_t before = updater_->stats().elements;
     std::uint64_t made = 0;
-    clipped_step({&page}, [&] { made = await_elements(before, elements * (round % 9) / 8); });
+    clipped_step({&page}, [&] { made = wait_for_elements(before, elements * (round % 9) / 8); });
     whole = whole || made == elements;
     half = half || (made > 0 && made < elements);
     ASSERT_THAT(values(page), testing::Each(right)) << "round " << round;
@@ -418,7 +418,7 @@ TEST_P(EarlyUpdatesOf, AreNotMadeWhenRolledBackBeforeTheyHaveBegun) {
   TrainedPage& first = page(100);  // not even reversible ones
   TrainedPage& second = reversible_page(100);
   start({&first, &second});
-  updater_->settle_all();
+  updater_->wait_for_all();
   const std::vector<std::uint16_t> before = values(first);
   std::uint64_t elements = 0;
   order_of([&] {
@@ -461,7 +461,7 @@ TEST_F(UpdaterAlone, NobodyIsServedAPageThatIsAboutToBeUpdated) {
   };
   pull(0);
   EXPECT_EQ(got, values(page));
-  owe({&page});
+  mark_pending({&page});
   EXPECT_THROW(pull(0), comm::RemoteError);
   TrainedPage* const one = &page;
   updater_->start({&one, 1}, scalars_);
@@ -487,7 +487,7 @@ TEST_F(UpdaterOnDisk, ReadsAndWritesWholeBlocksWhateverLiesBetweenLargePages) {
   for (int step = 0; step < 3; ++step) {
     start(there);
     start(here);
-    updater_->settle_all();
+    updater_->wait_for_all();
   }
   for (std::size_t i = 0; i < there.size(); ++i) EXPECT_EQ(values(*there[i]), values(*here[i]));
   EXPECT_EQ(tiers_->swap()->stats().modified_blocks, 0U);
@@ -505,7 +505,7 @@ TEST_F(UpdaterOfShortStates, FillsBuffersWithWhatPassesThroughThem) {
   TrainedPage& large = page(8 * kInBuffer, pager::Placement::Nvme);
   for (int step = 0; step < 2; ++step) {
     start({&large});
-    updater_->settle_all();
+    updater_->wait_for_all();
   }
   const io::SwapSpace::Stats swap = tiers_->swap()->stats();
   EXPECT_EQ(swap.bytes_written, 2 * 6 * 8 * kInBuffer);

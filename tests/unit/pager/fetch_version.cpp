@@ -70,12 +70,12 @@ TEST(Pager, AFetchAsksForTheVersionThatItWasStartedWith) {
   pin.release();
   others.asked.wait();
   std::jthread step([&] {
-    Page* const owing = &queued;
-    pager.owe({&owing, 1});
+    Page* const pending = &queued;
+    pager.mark_pending({&pending, 1});
   });
-  for (bool owes = false; !owes; std::this_thread::yield()) {
+  for (bool pending = false; !pending; std::this_thread::yield()) {
     const PageSnapshot now = pager.look(queued);
-    owes = now.version < now.wanted;
+    pending = now.version < now.wanted;
   }
   others.answer.count_down();
   step.join();

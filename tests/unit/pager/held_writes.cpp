@@ -62,13 +62,13 @@ INSTANTIATE_TEST_SUITE_P(, HeldWrites, testing::Bool(),
 TEST_P(HeldWrites, Count) {
   write_held(RawWrites::Count);
   EXPECT_EQ(seen(), std::byte{2});
-  EXPECT_THAT(pager_.take_told_writes(), testing::IsEmpty());
+  EXPECT_THAT(pager_.take_reported_writes(), testing::IsEmpty());
 }
 
 TEST_P(HeldWrites, AreUndoneAndToldWhereTheyAreRefused) {
   write_held(RawWrites::Refuse);
   EXPECT_EQ(seen(), std::byte{1});
-  EXPECT_THAT(pager_.take_told_writes(), testing::ElementsAre("page"));
+  EXPECT_THAT(pager_.take_reported_writes(), testing::ElementsAre("page"));
 }
 
 }  // namespace

@@ -60,7 +60,7 @@ class NextVersion : public testing::Test {
     return data[0];
   }
   void step() {
-    pager_.owe({&page_, 1});
+    pager_.mark_pending({&page_, 1});
     pager_.exchange_home(*page_, next_);
     pager_.updated(*page_, 1);
     pager_.end_supersede(*page_);

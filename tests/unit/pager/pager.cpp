@@ -23,11 +23,11 @@ namespace {
 using testing::HasSubstr;
 
 /// Makes updates at once: adds one to every byte of a page's home.
-class AddOne final : public Debts {
+class AddOne final : public PendingUpdates {
  public:
   AddOne(Tiers& tiers, Pager& pager) : tiers_(tiers), pager_(pager) {}
 
-  void settle(Page& page) override {
+  void wait_for_update(Page& page) override {
     const std::lock_guard lock(mutex_);
     const PageSnapshot now = pager_.look(page);
     if (now.version >= now.wanted) return;
@@ -37,8 +37,8 @@ class AddOne final : public Debts {
     tiers_.write(Pager::home(page), 0, bytes);
     pager_.updated(page, now.wanted);
   }
-  const std::byte* settle_parts(Page& page, std::span<const Range> /*parts*/) override {
-    settle(page);
+  const std::byte* wait_for_rows(Page& page, std::span<const Range> /*parts*/) override {
+    wait_for_update(page);
     return Pager::home(page).data();
   }
   Range kept(const Page& page, Range /*shard*/) override { return {0, page.elements}; }
@@ -155,8 +155,8 @@ TEST_P(PagerOn, WhatWasWrittenSurvivesEviction) {
 }
 
 TEST_P(PagerOn, MastersAreToldWhatChangedSinceTheLastUpdate) {
-  AddOne debts(*tiers_, *pager_);
-  pager_->set_debts(&debts);
+  AddOne updates(*tiers_, *pager_);
+  pager_->set_pending_updates(&updates);
   Page& a = page(10'000, 1);
   pager_->set_attached(a, true);
   write(a, 9'999, 77);
@@ -164,60 +164,60 @@ TEST_P(PagerOn, MastersAreToldWhatChangedSinceTheLastUpdate) {
   EXPECT_TRUE(pager_->evict(a));
   write(a, 0, 1);  // as it was: an eviction in between does not count
   EXPECT_TRUE(pager_->evict(a));
-  EXPECT_EQ(debts.changed(a), 0) << "not before the step";
+  EXPECT_EQ(updates.changed(a), 0) << "not before the step";
   EXPECT_TRUE(pager_->publish(a));
-  EXPECT_EQ(debts.changed(a), 1);
+  EXPECT_EQ(updates.changed(a), 1);
   EXPECT_FALSE(pager_->publish(a));
   EXPECT_EQ(seen(a)[0], std::byte{1});
   EXPECT_EQ(seen(a)[9'999], std::byte{77});
-  pager_->set_debts(nullptr);
+  pager_->set_pending_updates(nullptr);
 }
 
 TEST_P(PagerOn, AFixedPageTellsWhatWasWrittenToo) {
-  AddOne debts(*tiers_, *pager_);
-  pager_->set_debts(&debts);
+  AddOne updates(*tiers_, *pager_);
+  pager_->set_pending_updates(&updates);
   Page& a = page(10'000, 1);
   pager_->fix(a);
   write(a, 5'000, 77);
   write(a, 5'001, 77);
   EXPECT_FALSE(pager_->evict(a));
   pager_->write_back(a);
-  EXPECT_EQ(debts.changed(a), 2);
+  EXPECT_EQ(updates.changed(a), 2);
   EXPECT_EQ(seen(a)[5'000], std::byte{77});
-  pager_->set_debts(nullptr);
+  pager_->set_pending_updates(nullptr);
 }
 
 TEST_P(PagerOn, NobodySeesAPageThatOwesAnUpdate) {
-  AddOne debts(*tiers_, *pager_);
-  pager_->set_debts(&debts);
+  AddOne updates(*tiers_, *pager_);
+  pager_->set_pending_updates(&updates);
   Page& a = page(9'000, 5);
   Page& fixed = page(3'000, 9);
   pager_->fix(fixed);
   for (unsigned char step = 1; step < 4; ++step) {
-    Page* owing[] = {&a, &fixed};
-    pager_->owe(owing);
+    Page* pending[] = {&a, &fixed};
+    pager_->mark_pending(pending);
     EXPECT_LT(pager_->look(a).version, pager_->look(a).wanted);
     EXPECT_EQ(seen(a), std::vector<std::byte>(9'000, std::byte(5 + step)));
     EXPECT_EQ(seen(fixed), std::vector<std::byte>(3'000, std::byte(9 + step)));
   }
-  pager_->set_debts(nullptr);
+  pager_->set_pending_updates(nullptr);
 }
 
 TEST_P(PagerOn, AHeldPageStaysWhereItIsAcrossUpdates) {
-  AddOne debts(*tiers_, *pager_);
-  pager_->set_debts(&debts);
+  AddOne updates(*tiers_, *pager_);
+  pager_->set_pending_updates(&updates);
   Page& a = page(9'000, 5);
   std::optional<Hold> hold = pager_->hold(a, nullptr);
   std::byte* const where = binding(a).data();
   ASSERT_NE(where, nullptr);
   EXPECT_FALSE(pager_->evict(a));
-  Page* owing[] = {&a};
-  pager_->owe(owing);
+  Page* pending[] = {&a};
+  pager_->mark_pending(pending);
   EXPECT_EQ(seen(a), std::vector<std::byte>(9'000, std::byte{6}));
   EXPECT_EQ(binding(a).data(), where);
   hold.reset();
   EXPECT_TRUE(pager_->evict(a));
-  pager_->set_debts(nullptr);
+  pager_->set_pending_updates(nullptr);
 }
 
 TEST(Lookup, ElementsOfRowsAscendAndNeighboursAreOne) {
@@ -230,13 +230,13 @@ TEST(Lookup, ElementsOfRowsAscendAndNeighboursAreOne) {
   EXPECT_THAT(elements_of(rows, lookup), testing::ElementsAre(Range{5, 25}, Range{35, 45}));
 }
 
-/// Says that it can settle parts, and which it was asked for.
-class Parts final : public Debts {
+/// Says that it can wait for rows, and which it was asked for.
+class Parts final : public PendingUpdates {
  public:
   explicit Parts(bool can) : can_(can) {}
-  void settle(Page& /*page*/) override { ADD_FAILURE() << "all of it was asked for"; }
-  bool settles_parts(const Page& /*page*/, std::uint64_t /*wanted*/) override { return can_; }
-  const std::byte* settle_parts(Page& page, std::span<const Range> parts) override {
+  void wait_for_update(Page& /*page*/) override { ADD_FAILURE() << "all of it was asked for"; }
+  bool can_wait_for_rows(const Page& /*page*/, std::uint64_t /*wanted*/) override { return can_; }
+  const std::byte* wait_for_rows(Page& page, std::span<const Range> parts) override {
     EXPECT_EQ(record_of(page).lookups, 1U);
     asked.assign(parts.begin(), parts.end());
     return Pager::home(page).data();
@@ -252,8 +252,8 @@ class Parts final : public Debts {
 };
 
 TEST_P(PagerOn, RowsAreLookedUpWhereTheyLie) {
-  Parts debts(true);
-  pager_->set_debts(&debts);
+  Parts updates(true);
+  pager_->set_pending_updates(&updates);
   Page& a = page(4'000, 7);
   Lookup lookup;
   lookup.page = &a;
@@ -266,18 +266,18 @@ TEST_P(PagerOn, RowsAreLookedUpWhereTheyLie) {
   }
   Pin pin = pager_->look_up(lookup, nullptr);
   ASSERT_TRUE(pin);
-  EXPECT_THAT(debts.asked, testing::IsEmpty()) << "nothing was owed";
+  EXPECT_THAT(updates.asked, testing::IsEmpty()) << "nothing was pending";
   EXPECT_EQ(binding(a).data(), Pager::home(a).data());
   EXPECT_EQ(pager_->look(a).residency, Residency::Absent);
   pin.release();
   EXPECT_EQ(binding(a).data(), nullptr);
   EXPECT_THAT(binding(a).why(), HasSubstr("page 7"));
 
-  Page* const owing[] = {&a};
-  pager_->owe(owing);
+  Page* const pending[] = {&a};
+  pager_->mark_pending(pending);
   pin = pager_->look_up(lookup, nullptr);
   ASSERT_TRUE(pin);
-  EXPECT_THAT(debts.asked, testing::ElementsAre(Range{200, 300}, Range{500, 600}));
+  EXPECT_THAT(updates.asked, testing::ElementsAre(Range{200, 300}, Range{500, 600}));
   pin.release();
   pager_->updated(a, 1);
   EXPECT_EQ(pager_->stats().lookups, 2U);
@@ -295,16 +295,16 @@ TEST_P(PagerOn, RowsAreLookedUpWhereTheyLie) {
   EXPECT_TRUE(refused(lookup)) << "it is on the device";
   EXPECT_TRUE(pager_->evict(a));
   Parts whole_only(false);
-  pager_->set_debts(&whole_only);
+  pager_->set_pending_updates(&whole_only);
   EXPECT_TRUE(refused(lookup)) << "its rows cannot go before the rest";
   const PageSnapshot left = pager_->look(a);
   EXPECT_EQ(left.pins + left.readers + left.lookups, 0U);
-  pager_->set_debts(nullptr);
+  pager_->set_pending_updates(nullptr);
 }
 
 TEST_P(PagerOn, OthersWaitForALookup) {
   if (std::get<1>(GetParam()) == Placement::Nvme) GTEST_SKIP() << "lookups are of host memory";
-  AddOne debts(*tiers_, *pager_);
+  AddOne updates(*tiers_, *pager_);
   Page& a = page(4'000, 7);
   Lookup lookup;
   lookup.page = &a;
@@ -312,7 +312,7 @@ TEST_P(PagerOn, OthersWaitForALookup) {
   lookup.count = 1;
   Pin pin = pager_->look_up(lookup, nullptr);
   ASSERT_TRUE(pin);
-  pager_->set_debts(&debts);
+  pager_->set_pending_updates(&updates);
   std::atomic<int> ended = 0;
   std::jthread reader([&] {
     EXPECT_EQ(seen(a)[0], std::byte{7});
@@ -325,13 +325,13 @@ TEST_P(PagerOn, OthersWaitForALookup) {
   reader.join();
   EXPECT_TRUE(pager_->evict(a));
 
-  pager_->set_debts(nullptr);
+  pager_->set_pending_updates(nullptr);
   pin = pager_->look_up(lookup, nullptr);
   ASSERT_TRUE(pin);
-  pager_->set_debts(&debts);
+  pager_->set_pending_updates(&updates);
   std::jthread stepper([&] {
-    Page* const owing[] = {&a};
-    pager_->owe(owing);
+    Page* const pending[] = {&a};
+    pager_->mark_pending(pending);
     ++ended;
   });
   std::this_thread::sleep_for(std::chrono::milliseconds(20));
@@ -339,7 +339,7 @@ TEST_P(PagerOn, OthersWaitForALookup) {
   pin.release();
   stepper.join();
   EXPECT_EQ(seen(a)[0], std::byte{8});
-  pager_->set_debts(nullptr);
+  pager_->set_pending_updates(nullptr);
 }
 
 // A fetch counts as done when its copies are queued. What is cut or dropped then must have been
@@ -383,10 +383,10 @@ TEST(Pager, AHomeStaysUntilLookupsOnAStreamHaveReadIt) {
   const auto consumer = options.device->make_stream({.name = "consumer"});
   const std::vector<std::byte> contents(kBytes, std::byte{7});
   const std::vector<std::pair<const char*, std::function<void(Page&)>>> changes = {
-      {"owe",
+      {"mark_pending",
        [&](Page& page) {
-         Page* const owing[] = {&page};
-         pager.owe(owing);
+         Page* const pending[] = {&page};
+         pager.mark_pending(pending);
          pager.updated(page, 1);
        }},
       {"cut",
@@ -566,12 +566,12 @@ TEST_P(PagerOn, DeadStoragesGiveTheirBytesBack) {
 }
 
 /// Threads touch pairs of pages that do not fit together with others', write to pages of their own,
-/// and evict at random, while updates are owed between rounds.
+/// and evict at random, while updates become pending between rounds.
 TEST_P(PagerOn, ManyThreadsAndLittleRoom) {
   constexpr unsigned kThreads = 4;
   constexpr unsigned kPages = 12;
-  AddOne debts(*tiers_, *pager_);
-  pager_->set_debts(&debts);
+  AddOne updates(*tiers_, *pager_);
+  pager_->set_pending_updates(&updates);
   std::vector<Page*> pages;
   for (unsigned char i = 0; i < kPages; ++i) pages.push_back(&page(5'000 + 200U * i, i));
   std::atomic<int> wrong{0};
@@ -599,11 +599,11 @@ TEST_P(PagerOn, ManyThreadsAndLittleRoom) {
       });
     }
     threads.clear();
-    pager_->owe(pages);
+    pager_->mark_pending(pages);
   }
   EXPECT_EQ(wrong, 0);
   EXPECT_LE(tiers_->arena().stats().peak, kArena);
-  pager_->set_debts(nullptr);
+  pager_->set_pending_updates(nullptr);
 }
 
 }  // namespace

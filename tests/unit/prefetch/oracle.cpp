@@ -24,8 +24,8 @@ class OracleTest : public testing::Test, public pager::Occupancy {
   std::span<const PageId> resident() const override { return {}; }
   Bytes free() const override { return 4 * kPage; }
   Bytes evictable() const override { return 0; }
-  std::size_t owing() const override {
-    return static_cast<std::size_t>(std::count(where_.begin(), where_.end(), Where::Awaited));
+  std::size_t pending_updates() const override {
+    return static_cast<std::size_t>(std::count(where_.begin(), where_.end(), Where::Pending));
   }
   std::uint64_t changes() const override { return changes_; }
 
@@ -33,8 +33,8 @@ class OracleTest : public testing::Test, public pager::Occupancy {
     ++changes_;
     return oracle_.next_fetch(*this);
   }
-  void owe(PageId first, PageId last) {
-    for (PageId id = first; id <= last; ++id) where_[id] = Where::Awaited;
+  void mark_pending(PageId first, PageId last) {
+    for (PageId id = first; id <= last; ++id) where_[id] = Where::Pending;
   }
   void updated(PageId id) {
     where_[id] = Where::Absent;
@@ -55,19 +55,19 @@ TEST_F(OracleTest, TheNextPageThatIsAbsentComesFirst) {
 // Otherwise it would come, be evicted for those before it when their updates are made, and come a
 // second time.
 TEST_F(OracleTest, APageDoesNotTakeTheRoomOfThoseBeforeItThatOweAnUpdate) {
-  owe(0, 5);
+  mark_pending(0, 5);
   EXPECT_EQ(next_fetch(), pager::kNoPage);
   updated(0);
   EXPECT_EQ(next_fetch(), 0U);
 }
 
 TEST_F(OracleTest, APageThatFitsBesideThemComes) {
-  owe(0, 2);
+  mark_pending(0, 2);
   EXPECT_EQ(next_fetch(), 3U);
 }
 
 TEST_F(OracleTest, PagesThatOweAndComeLaterAreInNobodysWay) {
-  owe(2, 9);
+  mark_pending(2, 9);
   EXPECT_EQ(next_fetch(), 0U);
 }
 

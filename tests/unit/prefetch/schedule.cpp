@@ -9,42 +9,45 @@
 namespace pagoda::prefetch {
 namespace {
 
+using pager::Outlook;
+using Where = Outlook::Where;
+
 /// An arena of given capacity whose pages are set by hand.
-class HandArena : public ArenaView {
+class HandArena : public pager::Occupancy {
  public:
   explicit HandArena(Bytes capacity) : free_(capacity) {}
 
-  void add(PageId page, Bytes bytes) { pages_[page] = {bytes, Residency::Absent, false}; }
-  void set(PageId page, Residency residency) {
-    PageState& state = pages_.at(page);
-    if (takes_room(state.residency)) free_ += state.bytes;
-    if (takes_room(residency)) free_ -= state.bytes;
-    state.residency = residency;
+  void add(PageId page, Bytes bytes) { pages_[page] = {bytes, Where::Absent}; }
+  void set(PageId page, Where where) {
+    Outlook& state = pages_.at(page);
+    if (takes_room(state.where)) free_ += state.bytes;
+    if (takes_room(where)) free_ -= state.bytes;
+    state.where = where;
     resident_.clear();
     for (const auto& [id, it] : pages_) {
-      if (it.residency == Residency::Resident) resident_.push_back(id);
+      if (it.where == Where::Resident) resident_.push_back(id);
     }
   }
-  void pin(PageId page) { pages_.at(page).pinned = true; }
+  void pin(PageId page) { pages_.at(page).in_use = true; }
 
-  PageState page(PageId page) const override { return pages_.at(page); }
+  Outlook page(PageId page) const override { return pages_.at(page); }
   std::span<const PageId> resident() const override { return resident_; }
   Bytes free() const override { return free_; }
   Bytes evictable() const override {
     Bytes sum = 0;
     for (const auto& [id, it] : pages_) {
-      if (it.residency == Residency::Resident && !it.pinned) sum += it.bytes;
+      if (it.where == Where::Resident && !it.in_use) sum += it.bytes;
     }
     return sum;
   }
+  std::size_t pending_updates() const override { return 0; }  // a schedule does not ask
+  std::uint64_t changes() const override { return 0; }
 
  private:
-  static bool takes_room(Residency residency) {
-    return residency == Residency::Fetching || residency == Residency::Resident;
-  }
+  static bool takes_room(Where where) { return where == Where::Moving || where == Where::Resident; }
 
   Bytes free_;
-  std::map<PageId, PageState> pages_;
+  std::map<PageId, Outlook> pages_;
   std::vector<PageId> resident_;
 };
 
@@ -61,7 +64,7 @@ class ScheduleTest : public testing::Test {
         FetchRate(FetchRate::Options{.latency = 0, .bandwidth = 1e9 / milliseconds, .memory = 8});
   }
   void make_resident(std::initializer_list<PageId> pages) {
-    for (const PageId page : pages) arena_.set(page, Residency::Resident);
+    for (const PageId page : pages) arena_.set(page, Where::Resident);
   }
 
   Predictor predictor_;
@@ -73,9 +76,9 @@ class ScheduleTest : public testing::Test {
 TEST_F(ScheduleTest, WhatFitsIsFetchedAtOnceInTheOrderOfUse) {
   fetch_takes(0.001);
   EXPECT_EQ(schedule_.next_fetch(), 0U);
-  arena_.set(0, Residency::Fetching);
+  arena_.set(0, Where::Moving);
   EXPECT_EQ(schedule_.next_fetch(), 1U);
-  arena_.set(1, Residency::Resident);
+  arena_.set(1, Where::Resident);
   EXPECT_EQ(schedule_.next_fetch(), 2U);
 }
 
@@ -107,28 +110,28 @@ TEST_F(ScheduleTest, ALargePageBehindMakesTheNextOneUrgent) {
 
 TEST_F(ScheduleTest, WhatIsOnItsWayDelaysTheRest) {
   make_resident({0, 7, 8});
-  arena_.set(1, Residency::Fetching);
+  arena_.set(1, Where::Moving);
   fetch_takes(0.3);
   EXPECT_EQ(schedule_.next_fetch(), std::nullopt);
   fetch_takes(0.5);  // page 2 is used 2 ms after the next touch, and is ready after page 1: 1 ms
   EXPECT_EQ(schedule_.next_fetch(), 2U);
 }
 
-TEST_F(ScheduleTest, AnAwaitedPageHasItsRoomKept) {
+TEST_F(ScheduleTest, APendingPageHasItsRoomKept) {
   fetch_takes(0.001);
-  for (const PageId page : {0U, 1U, 2U, 3U}) arena_.set(page, Residency::Awaited);
+  for (const PageId page : {0U, 1U, 2U, 3U}) arena_.set(page, Where::Pending);
   EXPECT_EQ(schedule_.next_fetch(), std::nullopt) << "page 4 would have to go for page 3";
-  arena_.set(3, Residency::Absent);
+  arena_.set(3, Where::Absent);
   EXPECT_EQ(schedule_.next_fetch(), 3U) << "the others fit beside it";
-  arena_.set(3, Residency::Resident);
+  arena_.set(3, Where::Resident);
   EXPECT_EQ(schedule_.next_fetch(), std::nullopt);
-  arena_.set(0, Residency::Absent);  // updated
+  arena_.set(0, Where::Absent);  // updated
   EXPECT_EQ(schedule_.next_fetch(), 0U);
 }
 
-TEST_F(ScheduleTest, AnAwaitedPageIsPartOfWhatIsDue) {
+TEST_F(ScheduleTest, APendingPageIsPartOfWhatIsDue) {
   make_resident({0, 5, 6, 7});
-  arena_.set(1, Residency::Awaited);
+  arena_.set(1, Where::Pending);
   fetch_takes(0.4);  // page 2 is used 2 ms after the next touch: page 1 and it take 0.8 ms
   EXPECT_EQ(schedule_.next_fetch(), std::nullopt);
   fetch_takes(0.5);
@@ -139,7 +142,7 @@ TEST_F(ScheduleTest, NothingNeededSoonerMakesRoom) {
   fetch_takes(100);
   make_resident({0, 1, 2, 3});
   EXPECT_EQ(schedule_.next_fetch(), std::nullopt) << "page 4 comes after all that is there";
-  arena_.set(3, Residency::Absent);
+  arena_.set(3, Where::Absent);
   make_resident({5});
   EXPECT_EQ(schedule_.next_fetch(), 3U);
   arena_.pin(5);
@@ -153,8 +156,8 @@ TEST_F(ScheduleTest, VictimsAreTheFurthest) {
   EXPECT_EQ(schedule_.choose_victim(excluded), 7U);
   arena_.pin(7);
   EXPECT_EQ(schedule_.choose_victim(excluded), 5U);
-  arena_.set(5, Residency::Fetching);
-  arena_.set(1, Residency::Absent);
+  arena_.set(5, Where::Moving);
+  arena_.set(1, Where::Absent);
   EXPECT_EQ(schedule_.choose_victim(excluded), std::nullopt);
 }
 
@@ -180,12 +183,12 @@ TEST(Schedule, WithoutAPredictionTheLeastRecentlyUsedGoes) {
   EXPECT_EQ(schedule.next_fetch(), std::nullopt);
   for (PageId page = 0; page < 5; ++page) {
     arena.add(page, 1000);
-    arena.set(page, Residency::Resident);
+    arena.set(page, Where::Resident);
     predictor.touch({(page + 3) % 5, 0}, page);  // 3 4 0 1 2
   }
   EXPECT_EQ(schedule.choose_victim(), 3U);
   arena.add(9, 1000);
-  arena.set(9, Residency::Resident);
+  arena.set(9, Where::Resident);
   EXPECT_EQ(schedule.choose_victim(), 9U) << "never touched at all";
 }
 

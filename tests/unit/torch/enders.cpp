@@ -22,7 +22,7 @@ struct Ending {
   std::atomic<std::thread::id>& where;
 };
 
-std::thread::id await(std::atomic<std::thread::id>& where) {
+std::thread::id wait_for(std::atomic<std::thread::id>& where) {
   where.wait(std::thread::id());
   return where;
 }
@@ -44,7 +44,7 @@ TEST(Enders, WhoeverLetsGoLastDoesNotWait) {
       second.reset();
     });
     const std::set droppers{one.get_id(), two.get_id(), std::this_thread::get_id()};
-    EXPECT_FALSE(droppers.contains(await(where)));
+    EXPECT_FALSE(droppers.contains(wait_for(where)));
   }
 }
 
@@ -68,7 +68,7 @@ TEST(Enders, WhatIsStillNeededEndsLaterAndElsewhere) {
   }
   EXPECT_EQ(where.load(), std::thread::id());
   pin.reset();
-  EXPECT_NE(await(where), std::this_thread::get_id());
+  EXPECT_NE(wait_for(where), std::this_thread::get_id());
 }
 
 TEST(Enders, NothingEndsAfterTheStop) {

@@ -70,7 +70,7 @@ void CudaEvent::do_wait() {
     const DeviceGuard guard(index_);
     check(runtime().EventSynchronize(event_), "cudaEventSynchronize");
   }
-  covered.functions->bury();
+  covered.functions->destroy_finished();
   if (const auto failure = covered.functions->failure(covered.span)) {
     std::rethrow_exception(failure);
   }
@@ -121,7 +121,7 @@ CudaStream::~CudaStream() {
     if (owned_ || functions_->pending()) {
       log_failure(runtime().StreamSynchronize(stream_), "cudaStreamSynchronize");
     }
-    functions_->bury();
+    functions_->destroy_finished();
     if (owned_) log_failure(runtime().StreamDestroy(stream_), "cudaStreamDestroy");
   } catch (const std::exception& error) {
     log::error("device", "a stream was not closed", {{"stream", name()}, {"cause", error.what()}});
@@ -144,7 +144,7 @@ void CudaStream::do_fill(void* dst, std::byte value, Bytes bytes, std::string_vi
 }
 
 void CudaStream::do_enqueue(std::string_view label, std::function<void()> fn) {
-  functions_->bury();
+  functions_->destroy_finished();
   const DeviceGuard guard(index_);
   functions_->launch(stream_, label, std::move(fn));
 }
@@ -181,7 +181,7 @@ bool CudaStream::capturing() const {
 bool CudaStream::do_idle() {
   const DeviceGuard guard(index_);
   const bool over = is_over(runtime().StreamQuery(stream_), "cudaStreamQuery");
-  if (over) functions_->bury();
+  if (over) functions_->destroy_finished();
   return over;
 }
 
@@ -190,7 +190,7 @@ void CudaStream::do_drain() {
     const DeviceGuard guard(index_);
     check(runtime().StreamSynchronize(stream_), "cudaStreamSynchronize");
   }
-  functions_->bury();
+  functions_->destroy_finished();
 }
 
 void CudaStream::do_rethrow() {

@@ -102,7 +102,7 @@ bool HostFunctions::pending() const {
   return finished_ < launched_;
 }
 
-void HostFunctions::bury() {
+void HostFunctions::destroy_finished() {
   std::vector<std::unique_ptr<Call>> dead;  // destroyed without the lock: they may call us
   const Lock lock(mutex_);
   dead.swap(dead_);

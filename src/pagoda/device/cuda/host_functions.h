@@ -49,7 +49,7 @@ class HostFunctions : public std::enable_shared_from_this<HostFunctions> {
   /// Whether some have not finished.
   bool pending() const;
   /// Destroys those that have run.
-  void bury();
+  void destroy_finished();
 
  private:
   struct Call;
@@ -68,7 +68,7 @@ class HostFunctions : public std::enable_shared_from_this<HostFunctions> {
   std::uint64_t finished_ = 0;
   std::uint64_t taken_ = 0;                  // failures up to this number were rethrown
   std::vector<Failure> failures_;            // kept for events that cover them
-  std::vector<std::unique_ptr<Call>> dead_;  // have run; for bury()
+  std::vector<std::unique_ptr<Call>> dead_;  // have run; for destroy_finished()
 };
 
 }  // namespace pagoda::device::cuda

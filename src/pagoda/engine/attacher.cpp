@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Runtime::attach(): does it fit, and is it equal on all ranks.
+#include "pagoda/engine/attacher.h"
+
 #include <algorithm>
 #include <optional>
 #include <utility>
@@ -7,8 +8,7 @@
 #include "pagoda/base/error.h"
 #include "pagoda/base/log.h"
 #include "pagoda/base/trace.h"
-#include "pagoda/engine/fit.h"
-#include "pagoda/engine/runtime.h"
+#include "pagoda/engine/initial_values.h"
 
 namespace pagoda::engine {
 namespace {
@@ -41,120 +41,101 @@ Bytes least_of_all(Bytes mine, comm::Group& group) {
 
 }  // namespace
 
-std::vector<Page*> Runtime::attach(const std::vector<Page*>& pages, std::vector<TrainedSpec> specs,
-                                   std::vector<Optimizer> groups, std::vector<FrozenSpec> frozen) {
-  return attach([&] {
-    return ModelSpec{pages, std::move(specs), std::move(groups), {}, std::move(frozen)};
-  });
-}
-
-std::vector<Page*> Runtime::attach(const std::function<ModelSpec()>& describe) {
-  check();
-  PAGODA_REQUIRE(!attached(), "a model is attached already: release() it first");
-  PAGODA_TRACE("engine", "attach");
-  const Whereabouts::Inside inside(ranks_.whereabouts(), where_in(Call::Attach));
-  meet(in_call(Call::Attach));
+std::vector<Page*> Attacher::attach(const std::function<ModelSpec()>& describe) {
   try {
     ModelSpec model;
-    all_or_none(ranks_.control(), [&] {
+    all_or_none(parts_.ranks.control(), [&] {
       model = describe();
       for (const FrozenSpec& spec : model.frozen) {
         if (!spec.obstacle.empty()) continue;
         model.trained.at(spec.page).parameters.at(spec.in_page).frozen = true;
       }
     });
-    if (!alone()) settings(model).require_equal(*ranks_.control());
+    if (!alone()) settings(model).require_equal(*parts_.ranks.control());
     std::optional<Fit> fit;
-    all_or_none(ranks_.control(), [&] { fit.emplace(prepare(model)); });
+    all_or_none(parts_.ranks.control(), [&] { fit.emplace(prepare(model)); });
     // What build() wrote goes home: once attached, it would wait in a copy for the first step().
-    all_or_none(ranks_.control(), [&] {
-      for (Page* page : pages_) pager_->write_back(*page);
+    all_or_none(parts_.ranks.control(), [&] {
+      for (Page* page : parts_.model.pages()) parts_.pager.write_back(*page);
       if (!alone()) {
-        for (Page* page : pages_) pager_->fill_blank(*page);
+        for (Page* page : parts_.model.pages()) parts_.pager.fill_blank(*page);
       }
     });
     std::vector<Page*> overwritten;
     if (!alone()) {
-      shards_->share(model.pages);
-      gather_bytes_ = least_of_all(config_.staging, *ranks_.control());
-      overwritten = start_with_values_of_rank_0(model, *fit);
+      parts_.shards->share(model.pages);
+      const Bytes piece = least_of_all(parts_.config.staging, *parts_.ranks.control());
+      parts_.gather.set_piece(piece);
+      overwritten = start_with_values_of_rank_0(model, *fit, piece);
     }
-    all_or_none(ranks_.control(), [&] {
-      placer_->place(model.pages, *fit);
-      for (const auto& page : trained_) {
-        placer_->take_homes(*page);
-        updater_->add(*page, rules_.at_attach(*page));
+    all_or_none(parts_.ranks.control(), [&] {
+      parts_.placer.place(model.pages, *fit);
+      for (const auto& page : parts_.model.trained()) {
+        parts_.placer.take_homes(*page);
+        parts_.updater.add(*page, parts_.rules.at_attach(*page));
       }
     });
-    for (Page* page : pages_) pager_->set_attached(*page, true);
+    for (Page* page : parts_.model.pages()) parts_.pager.set_attached(*page, true);
     std::vector<TrainedPage*> all;
-    for (const auto& page : trained_) all.push_back(page.get());
-    placer_->make_room_for_early_updates(pages_, all, early_mode(), ranks_.control());
+    for (const auto& page : parts_.model.trained()) all.push_back(page.get());
+    parts_.placer.make_room_for_early_updates(parts_.model.pages(), all, parts_.ranks.control());
     left_free_ = {};  // what was left is for activations now
-    trace_.stepped(steps_);
     return overwritten;
   } catch (const NoneDid& stopped) {
-    forget_trained();
+    detach();
     std::rethrow_exception(stopped.error);
   } catch (const Diverged&) {  // on all ranks, before anything has changed
-    forget_trained();
+    detach();
     throw;
   } catch (...) {
-    forget_trained();
-    fail_and_throw();
+    detach();
+    parts_.ranks.failure().fail_and_throw();
   }
 }
 
 /// Everything that needs no other rank, and moves nothing.
-Fit Runtime::prepare(ModelSpec& model) {
-  rules_.assign(std::move(model.groups));
-  pages_ = model.pages;
-  pager_->forget_user_writes(pages_);  // before they were attached, all ranks have agreed on them
-  reducer_->set_pages(model.trained.size());
+Fit Attacher::prepare(ModelSpec& model) {
+  parts_.rules.assign(std::move(model.groups));
+  parts_.model.set_pages(model.pages);
+  // Before they were attached, all ranks have agreed on them.
+  parts_.pager.forget_user_writes(parts_.model.pages());
+  parts_.reducer.set_pages(model.trained.size());
   std::vector<std::unique_ptr<TrainedPage>> made;
   for (TrainedSpec& spec : model.trained) {
     made.push_back(make_trained(std::move(spec), made.size()));
   }
-  keep_frozen(model.frozen, std::move(made));
-  std::vector<TrainedPage*> order = first_order();
-  Fit fit = placer_->plan(pages_, trained_, reducer_->host_bytes(order));
+  parts_.model.set_trained(model.frozen, std::move(made));
+  std::vector<TrainedPage*> order = parts_.model.last_first();
+  Fit fit = parts_.placer.plan(parts_.model.pages(), parts_.model.trained(),
+                               parts_.reducer.host_bytes(order));
   fit.check();
-  reducer_->set_order(std::move(order));  // takes its buffers before states fill the host
+  parts_.reducer.set_order(std::move(order));  // takes its buffers before states fill the host
   return fit;
 }
 
-std::unique_ptr<TrainedPage> Runtime::make_trained(TrainedSpec spec, std::size_t number) const {
+std::unique_ptr<TrainedPage> Attacher::make_trained(TrainedSpec spec, std::size_t number) const {
   auto page = std::make_unique<TrainedPage>();
   page->page = spec.page;
   page->number = static_cast<std::uint32_t>(number);
   page->dtype = spec.dtype;
   page->gradient_dtype =
-      config_.gradient_dtype == GradientType::Fp32 ? kernels::Dtype::F32 : spec.dtype;
+      parts_.config.gradient_dtype == GradientType::Fp32 ? kernels::Dtype::F32 : spec.dtype;
   page->segments = std::move(spec.segments);
   page->parameters = std::move(spec.parameters);
-  page->reduced = pager_->shard_of(*spec.page);
-  page->updated = config_.zero == 0 ? Range{0, spec.page->elements} : page->reduced;
+  page->reduced = parts_.pager.shard_of(*spec.page);
+  page->updated = parts_.config.zero == 0 ? Range{0, spec.page->elements} : page->reduced;
   page->gradient_range = page->updated;
   return page;
 }
 
-/// Gradients come last parameter first, until more is known.
-std::vector<TrainedPage*> Runtime::first_order() const {
-  std::vector<TrainedPage*> order;
-  for (auto page = trained_.rbegin(); page != trained_.rend(); ++page) {
-    order.push_back(page->get());
-  }
-  return order;
-}
-
 /// What would make ranks diverge if it differed. Budgets, places, threads and the number of
 /// micro-batches may.
-Settings Runtime::settings(const ModelSpec& model) const {
+Settings Attacher::settings(const ModelSpec& model) const {
   Settings out;
   for (const char* key : {"zero", "gradient_dtype", "reduction", "clip", "clip_ahead",
                           "early_updates", "loss_scale", "loss_scale_initial", "loss_scale_minimum",
                           "loss_scale_window", "master", "moments", "seed", "bucket", "initial"}) {
-    out.add(key, config_.get(key));
+    out.add(key, parts_.config.get(key));
   }
   out.add("the number of parameters", std::to_string(model.pages.size()));
   std::vector<const TrainedSpec*> trained(model.pages.size());
@@ -186,84 +167,50 @@ Settings Runtime::settings(const ModelSpec& model) const {
   return out;
 }
 
-/// Pages of which ranks have shards stay, also if their storage dies: others may read them.
-void Runtime::forget_trained() {
-  take_joined();
-  reducer_->set_order({});
-  for (const auto& page : trained_) updater_->remove(*page);
-  early_->forget();
-  trained_.clear();
-  frozen_->reset({}, {});
-  const bool sharded = config_.zero == 3 && !alone();
-  for (Page* page : pages_) {
-    if (shards_ != nullptr && !sharded) shards_->unshare(*page);
-    pager_->set_attached(*page, sharded && shards_->is_shared(*page));
+void Attacher::detach() {
+  parts_.model.take_joined();
+  parts_.reducer.set_order({});
+  for (const auto& page : parts_.model.trained()) parts_.updater.remove(*page);
+  parts_.early.forget();
+  parts_.model.clear_trained();
+  const bool sharded = parts_.config.zero == 3 && !alone();
+  for (Page* page : parts_.model.pages()) {
+    if (parts_.shards != nullptr && !sharded) parts_.shards->unshare(*page);
+    parts_.pager.set_attached(*page, sharded && parts_.shards->is_shared(*page));
   }
-  pages_.clear();
-}
-
-void Runtime::undo_attach(const std::function<void()>& copy) {
-  try {
-    copy();
-    std::uint64_t done = 1;
-    if (!alone()) ranks_.control()->all_reduce_max({&done, 1});
-  } catch (...) {
-    fail_and_throw();
-  }
-}
-
-void Runtime::release(const std::function<void()>& copy) {
-  const Whereabouts::Inside inside(ranks_.whereabouts(), where_in(Call::Release));
-  meet(in_call(Call::Release));
-  try {
-    settle();  // what early updates have computed was never seen, and is forgotten
-    check_order();
-    // Nobody forgets anything before all have what they need of it.
-    all_or_none(ranks_.control(), copy);
-    forget_trained();
-  } catch (const NoneDid& stopped) {  // none has changed anything
-    std::rethrow_exception(stopped.error);
-  } catch (const UserError&) {  // updates have begun, on all ranks
-    throw;
-  } catch (...) {
-    fail_and_throw();
-  }
-}
-
-void Runtime::drop(Page& page) {
-  if (shards_ != nullptr) shards_->unshare(page);
-  pager_->drop(page);
+  parts_.model.clear_pages();
 }
 
 /// DDP's rule: what rank 0 has is what training starts from. Returns the pages that were changed
 /// here.
-std::vector<Page*> Runtime::start_with_values_of_rank_0(const ModelSpec& model, const Fit& fit) {
+std::vector<Page*> Attacher::start_with_values_of_rank_0(const ModelSpec& model, const Fit& fit,
+                                                         Bytes piece) {
   std::vector<BufferSpec> buffers;
-  if (equal_buffers(model.buffers, *ranks_.control())) buffers = model.buffers;
-  InitialValues values(*ranks_.control(), *pager_);
-  values.compare(model.pages, buffers, gather_bytes_);
+  if (equal_buffers(model.buffers, *parts_.ranks.control())) buffers = model.buffers;
+  InitialValues values(*parts_.ranks.control(), parts_.pager);
+  values.compare(model.pages, buffers, piece);
   if (values.differing() == 0) return {};
-  if (config_.initial == Initial::Check) {
+  if (parts_.config.initial == Initial::Check) {
     throw Diverged(fmt::format(
         "ranks start with other values than rank 0: {}. Seed the ranks alike before the model is "
         "built, load the same weights, or leave it to rank 0 (initial=\"broadcast\")",
         values.text()));
   }
   std::vector<Page*> here = values.differing_here();
-  const bool shards = config_.zero == 3;
-  all_or_none(ranks_.control(), [&] {
+  const bool shards = parts_.config.zero == 3;
+  all_or_none(parts_.ranks.control(), [&] {
     for (Page* page : here) {
-      PAGODA_REQUIRE(pager_->evict(*page) || pager_->look(*page).fixed,
+      PAGODA_REQUIRE(parts_.pager.evict(*page) || parts_.pager.look(*page).fixed,
                      "parameter '{}' is pinned, and gets rank 0's values: end the pin before "
                      "attach()",
                      page->name());
     }
     // What this rank keeps comes into what it keeps it in. Rank 0 needs whole pages until then.
-    if (shards && rank() != 0) placer_->place(model.pages, fit);
+    if (shards && parts_.ranks.rank() != 0) parts_.placer.place(model.pages, fit);
   });
   values.send(shards);
   values.send_buffers();
-  if (rank() == 0) {
+  if (parts_.ranks.rank() == 0) {
     log::warn("engine", "ranks started with different values: all have those of rank 0 now",
               {{"differed", values.text()}});
   }

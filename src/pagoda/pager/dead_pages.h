@@ -14,7 +14,7 @@ namespace pagoda::pager {
 
 /// Pages whose storage has died, until they can go. Storages die on any thread, Python's lock held
 /// or not: whoever holds this one waits for nobody.
-class Graveyard {
+class DeadPages {
  public:
   /// For so many pages, so that add() need not ask for memory.
   void make_room(std::size_t pages) {
@@ -36,9 +36,9 @@ class Graveyard {
 
   bool empty() const noexcept { return !any_.load(std::memory_order_acquire); }
 
-  /// Forgets those that `went` says have gone.
+  /// Forgets those for which `went` returns true.
   template <class Went>
-  void bury(const Went& went) {
+  void remove_if(const Went& went) {
     if (empty()) return;
     const std::lock_guard lock(mutex_);
     std::erase_if(dead_, [&](PageRecord* page) { return went(*page); });
@@ -47,7 +47,7 @@ class Graveyard {
 
  private:
   std::atomic<bool> any_{false};
-  RankedMutex<LockRank::Graveyard> mutex_;
+  RankedMutex<LockRank::DeadPages> mutex_;
   std::vector<PageRecord*> dead_;  // guarded by mutex_
 };
 

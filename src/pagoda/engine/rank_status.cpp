@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "pagoda/engine/whereabouts.h"
+#include "pagoda/engine/rank_status.h"
 
 #include <algorithm>
 #include <utility>
@@ -33,41 +33,41 @@ double in_seconds(Nanos time) {
 
 }  // namespace
 
-Whereabouts::Whereabouts() {
+RankStatus::RankStatus() {
   here();
 }
 
-void Whereabouts::here() {
+void RankStatus::here() {
   clockid_t clock{};
   const bool known = ::pthread_getcpuclockid(::pthread_self(), &clock) == 0;
   const std::lock_guard lock(mutex_);
   clock_ = known ? std::optional(clock) : std::nullopt;
 }
 
-void Whereabouts::enter(std::string where) {
+void RankStatus::enter(std::string where) {
   here();
   const std::lock_guard lock(mutex_);
   place_ = Place::Inside;
   where_ = std::move(where);
 }
 
-void Whereabouts::ends(std::string where) {
+void RankStatus::ends(std::string where) {
   const std::lock_guard lock(mutex_);
   place_ = Place::Ended;
   where_ = std::move(where);
 }
 
-void Whereabouts::leave() {
+void RankStatus::leave() {
   const std::lock_guard lock(mutex_);
   if (place_ == Place::Inside) place_ = Place::Outside;
 }
 
-std::optional<std::string> Whereabouts::in_call() const {
+std::optional<std::string> RankStatus::in_call() const {
   const std::lock_guard lock(mutex_);
   return place_ == Place::Outside ? std::nullopt : std::optional(where_);
 }
 
-std::string Whereabouts::text() const {
+std::string RankStatus::text() const {
   if (auto call = in_call()) return *call;
   const std::uint64_t taken = steps();
   if (taken == 0) return "outside of the engine, before the first step()";
@@ -75,7 +75,7 @@ std::string Whereabouts::text() const {
 }
 
 /// Whether the thread that trains has used a core since the last note.
-bool Whereabouts::thread_computes() {
+bool RankStatus::thread_computes() {
   std::optional<clockid_t> clock;
   {
     const std::lock_guard lock(mutex_);
@@ -90,7 +90,7 @@ bool Whereabouts::thread_computes() {
   return in_seconds(used) >= kComputes * in_seconds(passed);
 }
 
-std::string Whereabouts::note(const Activity& activity) {
+std::string RankStatus::note(const Activity& activity) {
   const std::uint64_t count = activity();
   const bool computes = thread_computes();
   if (computes || count != counted_) ++active_;
@@ -103,9 +103,9 @@ std::string Whereabouts::note(const Activity& activity) {
   return fmt::format("{}{} {}", place, active_, text());
 }
 
-std::optional<std::string> Whereabouts::idle_peer(std::span<const comm::PeerNote> peers,
-                                                  const std::string& here, int rank, Nanos waited,
-                                                  Nanos timeout) {
+std::optional<std::string> RankStatus::idle_peer(std::span<const comm::PeerNote> peers,
+                                                 const std::string& here, int rank, Nanos waited,
+                                                 Nanos timeout) {
   if (waited < timeout) return std::nullopt;
   const auto idle = std::find_if(peers.begin(), peers.end(), [&](const comm::PeerNote& peer) {
     return is_idle(peer, timeout);
@@ -119,7 +119,7 @@ std::optional<std::string> Whereabouts::idle_peer(std::span<const comm::PeerNote
       in_seconds(idle->unchanged));
 }
 
-bool Whereabouts::all_idle(std::span<const comm::PeerNote> peers, Nanos timeout) {
+bool RankStatus::all_idle(std::span<const comm::PeerNote> peers, Nanos timeout) {
   return std::all_of(peers.begin(), peers.end(), [&](const comm::PeerNote& peer) {
     return peer.left || place_in(peer.note) == 'e' || is_idle(peer, timeout);
   });

@@ -20,26 +20,26 @@ namespace pagoda::engine {
 /// ("Slow, idle, dead" in docs/notes/communication.md). It travels with the rank's heartbeats.
 ///
 /// All members may be called from any thread, note() by the watch's only.
-class Whereabouts {
+class RankStatus {
  public:
   /// Counts what this rank has done for itself: grows while operators use its pages.
   using Activity = std::function<std::uint64_t()>;
 
   /// While it lives, the rank is in a collective call, made by this thread: "in step() 5". It is
   /// not idle, for the others are in it, too.
-  class Inside {
+  class InCall {
    public:
-    Inside(Whereabouts& owner, std::string where) : owner_(owner) { owner.enter(std::move(where)); }
-    Inside(const Inside&) = delete;
-    Inside& operator=(const Inside&) = delete;
-    ~Inside() { owner_.leave(); }
+    InCall(RankStatus& owner, std::string where) : owner_(owner) { owner.enter(std::move(where)); }
+    InCall(const InCall&) = delete;
+    InCall& operator=(const InCall&) = delete;
+    ~InCall() { owner_.leave(); }
 
    private:
-    Whereabouts& owner_;
+    RankStatus& owner_;
   };
 
   /// The thread that trains is this one, until another makes a call.
-  Whereabouts();
+  RankStatus();
 
   /// The rank ends: it is there for good.
   void ends(std::string where);
@@ -70,7 +70,7 @@ class Whereabouts {
   void here();
   bool thread_computes();
 
-  mutable RankedMutex<LockRank::Whereabouts> mutex_;
+  mutable RankedMutex<LockRank::RankStatus> mutex_;
   Place place_ = Place::Outside;    // guarded by mutex_
   std::string where_;               // guarded by mutex_: of the call
   std::optional<clockid_t> clock_;  // guarded by mutex_: of the thread that trains
