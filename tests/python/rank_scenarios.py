@@ -610,6 +610,27 @@ def write_on_one_rank() -> None:
         engine.close()
 
 
+@scenario
+def save_after_a_write_on_one_rank() -> None:
+    """Neither a file nor a plain model has what one rank alone has written."""
+    engine, model = started()
+    train(engine, model, 2)
+    weight = next(model.children()).weight.detach()  # type: ignore[operator]
+    if RANK == 1:
+        weight.mul_(0.5)
+    folder = DIRECTORY / "saved"
+    print("error", error_of(lambda: engine.save_pretrained(folder)))
+    print("error", error_of(lambda: engine.release(model)))
+    print("saved", folder.exists())
+    if RANK == 0:
+        weight.mul_(0.5)
+    engine.save_pretrained(folder)
+    train(engine, model, 1)
+    engine.release(model)
+    print("values", values(model))
+    engine.close()
+
+
 def run(name: str, port: int, limit: float, results: Path) -> None:
     """In a process of its own; never returns there."""
     began = time.monotonic()

@@ -34,7 +34,7 @@ def check_same_values(ended: list[Ended]) -> None:
 @pytest.mark.parametrize("name", [
     "release_often", "clip_on_one_rank", "join_with_schedule", "save_fails", "slow",
     "ends_early_and_serves", "uncaught_in_other_thread", "uncaught_in_a_fork", "caught", "interactive",
-    "unseeded", "numpy_writes_after_step", "write_on_one_rank"])
+    "unseeded", "numpy_writes_after_step", "write_on_one_rank", "save_after_a_write_on_one_rank"])
 def test_all_ranks_end_well_with_the_same_values(name: str, results: Results) -> None:
     check_same_values(results[name])
 
@@ -86,6 +86,16 @@ def test_a_write_on_one_rank_is_told_to_all(results: Results) -> None:
         assert len(said) == 4, shown(ended)  # one for each stage
         assert all("UserError: parameter '0.weight' was written in place on rank 0 since the last "
                    "step(), and not on rank 1" in line for line in said), shown(ended)
+
+
+def test_what_one_rank_wrote_is_neither_saved_nor_released(results: Results) -> None:
+    ended = results["save_after_a_write_on_one_rank"]
+    for one in ended:
+        said = lines(one, "error")
+        assert all("UserError: parameter '0.weight' was written in place on rank 1 since the last "
+                   "step(), and not on rank 0" in line for line in said), shown(ended)
+        assert [line.split()[-2] for line in said] == ["save_pretrained()", "release()"], shown(ended)
+        assert lines(one, "saved") == ["False"], shown(ended)
 
 
 @pytest.mark.parametrize(("name", "code", "cause"), [

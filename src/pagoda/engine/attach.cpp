@@ -218,12 +218,13 @@ void Runtime::release(const std::function<void()>& copy) {
   try {
     settle();  // what early updates have computed was never seen, and is forgotten
     check_order();
+    require_same_writes("release()");
     // Nobody forgets anything before all have what they need of it.
     all_or_none(ranks_.control(), copy);
     forget_trained();
   } catch (const NoneDid& stopped) {  // none has changed anything
     std::rethrow_exception(stopped.error);
-  } catch (const UserError&) {  // updates have begun, on all ranks
+  } catch (const UserError&) {  // updates have begun, or writes differ, on all ranks
     throw;
   } catch (...) {
     fail_and_throw();

@@ -2,6 +2,7 @@
 #include "pagoda/engine/runtime.h"
 
 #include <algorithm>
+#include <array>
 #include <thread>
 #include <utility>
 
@@ -418,13 +419,33 @@ void Runtime::begin_call(std::string label, const std::string& name, const std::
   mine.label = label_;
   in_their_call_ = std::make_unique<Whereabouts::Inside>(ranks_.whereabouts(), mine.where());
   meet(std::move(mine));
-  if (alone() || name.empty()) return;
-  Settings arguments;
-  arguments.add(name, argument);
+  if (alone()) return;
   try {
-    arguments.require_equal(*ranks_.control());
-  } catch (const Diverged&) {
+    if (!name.empty()) {
+      Settings arguments;
+      arguments.add(name, argument);
+      arguments.require_equal(*ranks_.control());
+    }
+    require_same_writes(fmt::format("{}()", label_));
+  } catch (const UserError&) {  // on all ranks, or the engine has failed
     in_their_call_.reset();
+    throw;
+  } catch (...) {
+    fail_and_throw();
+  }
+}
+
+/// `call` would take one rank's view of a parameter out of the engine: what the others have not
+/// written must not be in it.
+void Runtime::require_same_writes(std::string_view call) {
+  if (alone()) return;
+  try {
+    if (!early_->in_window()) pager_->find_raw_writes();  // there step() finds or undoes them
+    const UserWrites writes(*pager_, pages_);
+    std::array<std::uint64_t, 2> both = {writes.hash(), ~writes.hash()};
+    ranks_.control()->all_reduce_max(both);
+    if (both[0] != ~both[1]) writes.require_same(*ranks_.control(), call);
+  } catch (const WritesDiffer&) {
     throw;
   } catch (...) {
     fail_and_throw();

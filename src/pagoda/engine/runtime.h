@@ -7,6 +7,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "pagoda/base/thread_pool.h"
@@ -97,7 +98,7 @@ class Runtime {
   void undo_attach(const std::function<void()>& copy);
   /// Forgets gradients and states, once all ranks have done `copy` with every update made; those
   /// pages of which a rank has a shard stay, for others may need them, until drop(). What `copy`
-  /// throws, here or on another rank, leaves everything as it is.
+  /// throws, here or on another rank, leaves everything as it is. WritesDiffer as in step().
   void release(const std::function<void()>& copy);
   /// The page is nobody's any more, on any rank: after release().
   void drop(pager::Page& page);
@@ -136,8 +137,9 @@ class Runtime {
   /// Returns when every rank has called it.
   void barrier();
   /// A collective call of somebody else's begins, on all ranks, and ends. Where ranks have another
-  /// `argument` for what is called `name`, all throw UserError, and it has not begun. What this
-  /// rank met in it (empty: nothing) is thrown on all the others at its end; the engine lives.
+  /// `argument` for what is called `name`, or have written other things to a parameter since the
+  /// last step(), all throw UserError, and it has not begun. What this rank met in it (empty:
+  /// nothing) is thrown on all the others at its end; the engine lives.
   void begin_call(std::string label, const std::string& name = {},
                   const std::string& argument = {});
   void end_call(const std::string& error);
@@ -204,6 +206,7 @@ class Runtime {
   void warn_of_skipped_steps() const;
   double norm_together();
   void clear_gradients();
+  void require_same_writes(std::string_view call);
   void gather_gradient(const optim::TrainedPage& page, std::span<float> to);
   std::span<std::byte> gather_buffer() noexcept;
   void settle();

@@ -104,7 +104,7 @@ StepResult Runtime::step_together(bool joined, const std::function<void(Page&)>&
       wrote_shards = flags[0] != 0;
       if (flags[1] != 0) early_->give_up();
       if (flags[2] != ~flags[3])
-        writes.require_same(*ranks_.control());  // the largest is not the smallest
+        writes.require_same(*ranks_.control(), "step()");  // the largest is not the smallest
     }
     pager_->forget_user_writes(pages_);
     // What user code has written goes to the homes: updates start from those.

@@ -113,12 +113,12 @@ void SmallRank::join() {
   runtime_->join([](Page&) {});
 }
 
-void SmallRank::write(std::size_t page) {
+void SmallRank::write(std::size_t page, int number) {
   const Access access{pages_[page], true};
   const pager::Pin pin = runtime_->pager().touch({&access, 1}, 1, nullptr);
   for (Bytes i = 0; i < pages_[page]->bytes(); ++i) {
     places_[page].data()[i] =
-        static_cast<std::byte>(std::to_integer<int>(places_[page].data()[i]) + rank_ + 1);
+        static_cast<std::byte>(std::to_integer<int>(places_[page].data()[i]) + number);
   }
 }
 

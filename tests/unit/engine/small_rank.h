@@ -44,8 +44,8 @@ class SmallRank {
   void join();
   /// Reads every page, and drops them.
   std::vector<Bits> release();
-  /// An operator that adds the rank's number and one to every byte of a page.
-  void write(std::size_t page);
+  /// An operator that adds a number to every byte of a page.
+  void write(std::size_t page, int number);
   /// What operators see.
   std::vector<Bits> values();
   /// What it was made with.
