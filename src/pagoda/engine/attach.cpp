@@ -48,7 +48,8 @@ std::vector<Page*> Runtime::attach(const std::vector<Page*>& pages, std::vector<
   });
 }
 
-std::vector<Page*> Runtime::attach(const std::function<ModelSpec()>& describe) {
+std::vector<Page*> Runtime::attach(const std::function<ModelSpec()>& describe,
+                                   const std::function<void()>& watch) {
   check();
   PAGODA_REQUIRE(!attached(), "a model is attached already: release() it first");
   PAGODA_TRACE("engine", "attach");
@@ -79,18 +80,19 @@ std::vector<Page*> Runtime::attach(const std::function<ModelSpec()>& describe) {
       gather_bytes_ = least_of_all(config_.staging, *ranks_.control());
       overwritten = start_with_values_of_rank_0(model, *fit);
     }
+    std::vector<TrainedPage*> all;
     all_or_none(ranks_.control(), [&] {
       placer_->place(model.pages, *fit);
       for (const auto& page : trained_) {
         placer_->take_homes(*page);
         updater_->add(*page, rules_.at_attach(*page));
+        all.push_back(page.get());
       }
     });
     for (Page* page : pages_) pager_->set_attached(*page, true);
-    std::vector<TrainedPage*> all;
-    for (const auto& page : trained_) all.push_back(page.get());
     placer_->make_room_for_early_updates(pages_, all, early_mode(), ranks_.control());
-    left_free_ = {};  // what was left is for activations now
+    if (watch) all_or_none(ranks_.control(), watch);  // nothing that may fail comes after it
+    left_free_ = {};                                  // what was left is for activations now
     trace_.stepped(steps_);
     return overwritten;
   } catch (const NoneDid& stopped) {

@@ -86,10 +86,12 @@ class Runtime {
   int ranks() const noexcept { return ranks_.size(); }
 
   /// The pages of the model, trained or not, get the homes that the configuration says, and trained
-  /// ones gradients and state; all ranks start with rank 0's values. `describe` makes the pages. A
-  /// UserError, of this or of another rank, leaves the engine without a model, and usable. Returns
-  /// the pages whose values are others now.
-  std::vector<pager::Page*> attach(const std::function<ModelSpec()>& describe);
+  /// ones gradients and state; all ranks start with rank 0's values. `describe` makes the pages,
+  /// `watch` does what the caller needs of the attached model: it comes last. A UserError, or
+  /// memory that ran out, of this or of another rank, leaves the engine without a model, and
+  /// usable. Returns the pages whose values are others now.
+  std::vector<pager::Page*> attach(const std::function<ModelSpec()>& describe,
+                                   const std::function<void()>& watch = {});
   std::vector<pager::Page*> attach(const std::vector<pager::Page*>& pages,
                                    std::vector<TrainedSpec> trained, std::vector<Optimizer> groups,
                                    std::vector<FrozenSpec> frozen = {});

@@ -196,6 +196,30 @@ TEST(Divergence, OfBudgetsIsAnErrorOnAllRanksAndTheEnginesLive) {
   EXPECT_THAT(ended, Each(IsEmpty()));
 }
 
+class LateFailure : public testing::TestWithParam<unsigned> {};
+
+TEST_P(LateFailure, OfAttachOnOneRankLeavesNoModelOnAny) {
+  const auto ended = run_ranks(3, [&](auto world) {
+    SmallRank rank(plain(GetParam()), world);
+    EXPECT_THAT(thrown_by([&] {
+                  rank.attach([&] {
+                    if (world->rank() == 1) throw std::bad_alloc();
+                  });
+                }),
+                HasSubstr(world->rank() == 1 ? "" : "rank 1: "));
+    EXPECT_EQ(rank.values(), rank.initial());
+    EXPECT_EQ(rank.runtime().trained(rank.page(0)), nullptr);
+    rank.attach();
+    rank.backward(0);
+    rank.step();
+    rank.release();
+  });
+  EXPECT_THAT(ended, Each(IsEmpty()));
+}
+
+INSTANTIATE_TEST_SUITE_P(Zero, LateFailure, testing::Range(0U, 4U),
+                         testing::PrintToStringParamName());
+
 TEST(Divergence, OfASharedCallIsAnErrorOnAllRanksAndTheEnginesLive) {
   const auto ended = run_ranks(3, [&](auto world) {
     SmallRank rank(plain(), world);

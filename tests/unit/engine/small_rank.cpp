@@ -67,24 +67,26 @@ std::vector<SmallRank::Bits> SmallRank::initial() const {
   return out;
 }
 
-std::size_t SmallRank::attach() {
+std::size_t SmallRank::attach(const std::function<void()>& watch) {
   return runtime_
-      ->attach([&] {
-        ModelSpec model;
-        model.pages = pages_;
-        model.groups = {options_.optimizer};
-        model.buffers = options_.buffers;
-        for (std::size_t p = 0; p < pages_.size(); ++p) {
-          if (std::count(options_.frozen.begin(), options_.frozen.end(), p) > 0) continue;
-          TrainedSpec spec;
-          spec.page = pages_[p];
-          spec.dtype = options_.dtype;
-          spec.segments = {{{0, options_.pages[p]}, 0, 0}};
-          spec.parameters = {{static_cast<std::uint32_t>(p), 0, 0, false, false}};
-          model.trained.push_back(std::move(spec));
-        }
-        return model;
-      })
+      ->attach(
+          [&] {
+            ModelSpec model;
+            model.pages = pages_;
+            model.groups = {options_.optimizer};
+            model.buffers = options_.buffers;
+            for (std::size_t p = 0; p < pages_.size(); ++p) {
+              if (std::count(options_.frozen.begin(), options_.frozen.end(), p) > 0) continue;
+              TrainedSpec spec;
+              spec.page = pages_[p];
+              spec.dtype = options_.dtype;
+              spec.segments = {{{0, options_.pages[p]}, 0, 0}};
+              spec.parameters = {{static_cast<std::uint32_t>(p), 0, 0, false, false}};
+              model.trained.push_back(std::move(spec));
+            }
+            return model;
+          },
+          watch)
       .size();
 }
 

@@ -36,8 +36,8 @@ class SmallRank {
   SmallRank(const SmallRank&) = delete;
   SmallRank& operator=(const SmallRank&) = delete;
 
-  /// How many pages have got rank 0's values.
-  std::size_t attach();
+  /// How many pages have got rank 0's values. `watch`: what comes last in it.
+  std::size_t attach(const std::function<void()>& watch = {});
   /// A micro-batch whose gradients follow from rank and number.
   void backward(int number, bool last = true);
   void step();
