@@ -169,10 +169,11 @@ def test_groups_are_dicts_for_whoever_copies_them() -> None:
     paged, model = engine(), net()
     optimizer = paged.attach(model, lr=0.1)
     group = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
-    for copied in (copy.copy(optimizer.param_groups[0]), copy.deepcopy(optimizer.param_groups[0]),
-                   pickle.loads(pickle.dumps(optimizer.param_groups[0]))):
+    for copied in (copy.copy(optimizer.param_groups[0]), copy.deepcopy(optimizer.param_groups[0])):
         assert type(copied) is dict
         assert {name: value for name, value in copied.items() if name != "params"} == group
+    with pytest.raises(RuntimeError, match="save_pretrained"):  # it reads the parameters' bytes
+        pickle.dumps(optimizer.param_groups[0])
     optimizer.load_state_dict(optimizer.state_dict())
     trains(paged, model)
     paged.backward(loss_of(model, 2))

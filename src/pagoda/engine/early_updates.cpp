@@ -67,7 +67,7 @@ void EarlyUpdates::require_no_window(std::string_view what) {
     throw UserError(fmt::format(
         "{} came {}, while its updates are made. {}; or set early_updates to false", what,
         when(lock),
-        pass_ == Pass::LastOpen
+        pass_ != Pass::LastOver
             ? "After a failure call step(), which completes the step with the gradients that came"
             : "Do it before that backward() or after step(); set accumulation to the number of "
               "backward() calls in a step"));
