@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pagoda.errors import UserError
 from pagoda.vectors import copy_to_attached
+from pagoda.wrappers import guard_wrappers
 
 if TYPE_CHECKING:
     from pagoda.engine import Engine
@@ -114,21 +115,6 @@ def _guard_zeroing() -> None:
     torch.nn.Module.zero_grad = zero_grad  # type: ignore[method-assign]
 
 
-def _guard_wrapping(wrapper: type[torch.nn.Module]) -> None:
-    """Wrappers that share the work out over ranks or devices by gradients in p.grad."""
-    plain = wrapper.__init__
-
-    @functools.wraps(plain)
-    def checked(self: torch.nn.Module, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-        if isinstance(module, torch.nn.Module) and _attachment_of(module.parameters()) is not None:
-            raise UserError(f"{wrapper.__name__} of a model that is attached to an engine: the engine "
-                            "shares the work out over the ranks and has the gradients; train the "
-                            "model as it is, under torchrun for several ranks")
-        plain(self, module, *args, **kwargs)
-
-    wrapper.__init__ = checked  # type: ignore[method-assign]
-
-
 def _guard_steps(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Before the step of any optimizer."""
     from pagoda.optimizer import Optimizer
@@ -148,7 +134,6 @@ def _guard() -> None:
     for name in ("clip_grad_norm_", "clip_grad_value_", "_clip_grads_with_norm_"):
         _guard_clipping(name)
     _guard_zeroing()
-    for wrapper in (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel):
-        _guard_wrapping(wrapper)
+    guard_wrappers(lambda tensors: _attachment_of(tensors) is not None)
     register_optimizer_step_pre_hook(_guard_steps)
     copy_to_attached(lambda tensors: _attachment_of(tensors) is not None)

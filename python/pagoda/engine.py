@@ -32,6 +32,7 @@ from pagoda.pin import Pin
 from pagoda.regions import watch_regions
 from pagoda.stats import Stats
 from pagoda.untrained import UntrainedWatch
+from pagoda.wrappers import check_unwrapped
 
 
 class StepReport(NamedTuple):
@@ -112,6 +113,7 @@ def _check_model(model: torch.nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse:
             raise UserError(f"module '{name}' gives sparse gradients: build it with sparse=False")
+    check_unwrapped(model)
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
             raise UserError(f"parameter '{name}' is not initialised yet: run one forward pass of the "

@@ -328,6 +328,37 @@ def write_on_one_rank() -> None:
         engine.close()
 
 
+@scenario
+def save_after_a_write_on_one_rank() -> None:
+    """Neither a file nor a plain model has what one rank alone has written."""
+    engine, model = started()
+    train(engine, model, 2)
+    weight = next(model.children()).weight.detach()  # type: ignore[operator]
+    if RANK == 1:
+        weight.mul_(0.5)
+    folder = DIRECTORY / "saved"
+    print("error", error_of(lambda: engine.save_pretrained(folder)))
+    print("error", error_of(lambda: engine.release(model)))
+    print("saved", folder.exists())
+    if RANK == 0:
+        weight.mul_(0.5)
+    engine.save_pretrained(folder)
+    train(engine, model, 1)
+    engine.release(model)
+    print("values", values(model))
+    engine.close()
+
+
+@scenario
+def never_starts() -> None:
+    """One rank: the other waits as long as join_timeout says, and says so after timeout."""
+    if RANK == 0:
+        return
+    began = time.monotonic()
+    print("error", error_of(lambda: make_engine(timeout=1, join_timeout=2.5)))
+    print("waited", round(time.monotonic() - began))
+
+
 def run(name: str, port: int, limit: float, results: Path) -> None:
     """In a process of its own; never returns there."""
     began = time.monotonic()

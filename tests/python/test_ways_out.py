@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from small_net import WIDTH, engine, loss_of, net, raises, trains
+from torch import distributed
 
 import pagoda
 
@@ -168,10 +169,11 @@ def test_groups_are_dicts_for_whoever_copies_them() -> None:
     paged, model = engine(), net()
     optimizer = paged.attach(model, lr=0.1)
     group = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
-    for copied in (copy.copy(optimizer.param_groups[0]), copy.deepcopy(optimizer.param_groups[0]),
-                   pickle.loads(pickle.dumps(optimizer.param_groups[0]))):
+    for copied in (copy.copy(optimizer.param_groups[0]), copy.deepcopy(optimizer.param_groups[0])):
         assert type(copied) is dict
         assert {name: value for name, value in copied.items() if name != "params"} == group
+    with pytest.raises(RuntimeError, match="save_pretrained"):  # it reads the parameters' bytes
+        pickle.dumps(optimizer.param_groups[0])
     optimizer.load_state_dict(optimizer.state_dict())
     trains(paged, model)
     paged.backward(loss_of(model, 2))
@@ -220,13 +222,73 @@ def test_texts_with_a_nul_character(tmp_path: Any) -> None:
     trains(paged, model)
 
 
-def test_wrappers_that_an_engine_needs_not() -> None:
+@pytest.fixture
+def group() -> Iterator[None]:
+    """Of one rank: what shards over ranks has to be given one."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+def wrapped(kind: str, model: torch.nn.Module) -> torch.nn.Module:
+    """As a script does it, which imports what it uses when it uses it."""
+    if kind == "DistributedDataParallel":
+        return torch.nn.parallel.DistributedDataParallel(model)
+    if kind == "DataParallel":
+        return torch.nn.DataParallel(model)
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    mesh = init_device_mesh("cpu", (1,))
+    if kind == "fully_shard":
+        return fully_shard(model, mesh=mesh)
+    return FullyShardedDataParallel(model, device_mesh=mesh, use_orig_params=kind.endswith("with names"),
+                                    device_id=torch.device("cpu"))
+
+
+WRAPPERS = ["FullyShardedDataParallel", "FullyShardedDataParallel with names", "fully_shard",
+            "DistributedDataParallel", "DataParallel"]
+
+
+@pytest.mark.filterwarnings("ignore:.*FSDP.*", "ignore:.*NO_SHARD.*")
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_an_attached_model_is_not_wrapped(kind: str, group: None) -> None:
     paged, model = engine(), net()
     paged.attach(model)
-    raises(lambda: torch.nn.parallel.DistributedDataParallel(model), "train the model as it is")
-    raises(lambda: torch.nn.DataParallel(torch.nn.Sequential(model)), "train the model as it is")
+    name = kind.split()[0]
+    raises(lambda: wrapped(kind, model), f"{name}.* of a model that is attached.*train the model as it is")
+    raises(lambda: wrapped(kind, model[1]), f"{name}.* of a model that is attached")
+    trains(paged, model)
     paged.release(model)
-    assert torch.nn.DataParallel(model)(torch.ones(1, WIDTH)).shape == (1, WIDTH)
+    assert wrapped(kind, model)(torch.ones(1, WIDTH)).shape == (1, WIDTH)
+
+
+@pytest.mark.filterwarnings("ignore:.*FSDP.*", "ignore:.*NO_SHARD.*")
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_a_wrapped_model_is_not_attached(kind: str, group: None) -> None:
+    paged, model = engine(), net()
+    match = "'0.weight' is a DTensor" if kind == "fully_shard" else f"the model is a {kind.split()[0]}"
+    raises(lambda: paged.attach(wrapped(kind, model)), f"{match}.*attach the model (without|of plain)")
+    inner = net()
+    match = r"'0\.weight' is a DTensor" if kind == "fully_shard" else f"module '0' is a {kind.split()[0]}"
+    raises(lambda: paged.attach(torch.nn.Sequential(wrapped(kind, inner[0]))), match)
+    fresh = net()
+    paged.attach(fresh)
+    trains(paged, fresh)
+
+
+def test_a_distributed_tensor_is_not_attached(group: None) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    paged, model = engine(), net()
+    plain = model[1].weight
+    model[1].weight = torch.nn.Parameter(distribute_tensor(
+        plain.detach(), init_device_mesh("cpu", (1,)), [Replicate()]))
+    raises(lambda: paged.attach(model), r"'1\.weight' is a DTensor.*shards parameters .* itself")
+    model[1].weight = plain
+    paged.attach(model)
+    trains(paged, model)
 
 
 @pytest.mark.parametrize(("config", "advice"), [

@@ -41,7 +41,8 @@ Bytes least_of_all(Bytes mine, comm::Group& group) {
 
 }  // namespace
 
-std::vector<Page*> Attacher::attach(const std::function<ModelSpec()>& describe) {
+std::vector<Page*> Attacher::attach(const std::function<ModelSpec()>& describe,
+                                    const std::function<void()>& watch) {
   try {
     ModelSpec model;
     all_or_none(parts_.ranks.control(), [&] {
@@ -68,17 +69,18 @@ std::vector<Page*> Attacher::attach(const std::function<ModelSpec()>& describe) 
       parts_.gather.set_piece(piece);
       overwritten = start_with_values_of_rank_0(model, *fit, piece);
     }
+    std::vector<TrainedPage*> all;
     all_or_none(parts_.ranks.control(), [&] {
       parts_.placer.place(model.pages, *fit);
       for (const auto& page : parts_.model.trained()) {
         parts_.placer.take_homes(*page);
         parts_.updater.add(*page, parts_.rules.at_attach(*page));
+        all.push_back(page.get());
       }
     });
     for (Page* page : parts_.model.pages()) parts_.pager.set_attached(*page, true);
-    std::vector<TrainedPage*> all;
-    for (const auto& page : parts_.model.trained()) all.push_back(page.get());
     parts_.placer.make_room_for_early_updates(parts_.model.pages(), all, parts_.ranks.control());
+    if (watch) all_or_none(parts_.ranks.control(), watch);  // nothing that may fail comes after it
     left_free_ = {};  // what was left is for activations now
     return overwritten;
   } catch (const NoneDid& stopped) {

@@ -47,8 +47,10 @@ class Attacher {
       : parts_(parts), left_free_(std::move(left_free)) {}
 
   /// All ranks have met in attach(). Returns the pages whose values are others now. What a
-  /// UserError ends leaves no model, and fails nothing; everything else fails the engine.
-  std::vector<pager::Page*> attach(const std::function<ModelSpec()>& describe);
+  /// UserError, or memory that ran out, ends leaves no model, and fails nothing; everything else
+  /// fails the engine. `watch`, if any, comes last.
+  std::vector<pager::Page*> attach(const std::function<ModelSpec()>& describe,
+                                   const std::function<void()>& watch);
   /// No model is attached any more. Pages of which ranks have shards stay, also if their storage
   /// dies: others may read them.
   void detach();

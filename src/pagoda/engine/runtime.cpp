@@ -2,6 +2,7 @@
 #include "pagoda/engine/runtime.h"
 
 #include <algorithm>
+#include <array>
 #include <thread>
 #include <utility>
 
@@ -162,13 +163,14 @@ std::vector<Page*> Runtime::attach(const std::vector<Page*>& pages, std::vector<
   });
 }
 
-std::vector<Page*> Runtime::attach(const std::function<ModelSpec()>& describe) {
+std::vector<Page*> Runtime::attach(const std::function<ModelSpec()>& describe,
+                                   const std::function<void()>& watch) {
   check();
   PAGODA_REQUIRE(model_->empty(), "a model is attached already: release() it first");
   PAGODA_TRACE("engine", "attach");
   const RankStatus::InCall inside(ranks_.status(), where_in(Call::Attach));
   meet(in_call(Call::Attach));
-  std::vector<Page*> overwritten = attacher_->attach(describe);
+  std::vector<Page*> overwritten = attacher_->attach(describe, watch);
   stepper_->trace_next();
   return overwritten;
 }
@@ -189,12 +191,13 @@ void Runtime::release(const std::function<void()>& copy) {
   try {
     wait_for_updates();  // what early updates have computed was never seen, and is forgotten
     check_order();
+    require_same_writes("release()");
     // Nobody forgets anything before all have what they need of it.
     all_or_none(ranks_.control(), copy);
     attacher_->detach();
   } catch (const NoneDid& stopped) {  // none has changed anything
     std::rethrow_exception(stopped.error);
-  } catch (const UserError&) {  // updates have begun, on all ranks
+  } catch (const UserError&) {  // updates have begun, or writes differ, on all ranks
     throw;
   } catch (...) {
     failure_.fail_and_throw();
@@ -349,13 +352,33 @@ void Runtime::begin_call(std::string label, const std::string& name, const std::
   mine.label = label_;
   in_their_call_ = std::make_unique<RankStatus::InCall>(ranks_.status(), mine.where());
   meet(std::move(mine));
-  if (alone() || name.empty()) return;
-  Settings arguments;
-  arguments.add(name, argument);
+  if (alone()) return;
   try {
-    arguments.require_equal(*ranks_.control());
-  } catch (const Diverged&) {
+    if (!name.empty()) {
+      Settings arguments;
+      arguments.add(name, argument);
+      arguments.require_equal(*ranks_.control());
+    }
+    require_same_writes(fmt::format("{}()", label_));
+  } catch (const UserError&) {  // on all ranks, or the engine has failed
     in_their_call_.reset();
+    throw;
+  } catch (...) {
+    failure_.fail_and_throw();
+  }
+}
+
+/// `call` would take one rank's view of a parameter out of the engine: what the others have not
+/// written must not be in it.
+void Runtime::require_same_writes(std::string_view call) {
+  if (alone()) return;
+  try {
+    if (!early_->in_window()) pager_->find_raw_writes();  // there step() finds or undoes them
+    const UserWrites writes(*pager_, model_->pages());
+    std::array<std::uint64_t, 2> both = {writes.hash(), ~writes.hash()};
+    ranks_.control()->all_reduce_max(both);
+    if (both[0] != ~both[1]) writes.require_same(*ranks_.control(), call);
+  } catch (const WritesDiffer&) {
     throw;
   } catch (...) {
     failure_.fail_and_throw();

@@ -7,6 +7,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "pagoda/base/thread_pool.h"
@@ -62,10 +63,12 @@ class Runtime {
   int ranks() const noexcept { return ranks_.size(); }
 
   /// The pages of the model, trained or not, get the homes that the configuration says, and trained
-  /// ones gradients and state; all ranks start with rank 0's values. `describe` makes the pages. A
-  /// UserError, of this or of another rank, leaves the engine without a model, and usable. Returns
-  /// the pages whose values are others now.
-  std::vector<pager::Page*> attach(const std::function<ModelSpec()>& describe);
+  /// ones gradients and state; all ranks start with rank 0's values. `describe` makes the pages,
+  /// `watch` does what the caller needs of the attached model: it comes last. A UserError, or
+  /// memory that ran out, of this or of another rank, leaves the engine without a model, and
+  /// usable. Returns the pages whose values are others now.
+  std::vector<pager::Page*> attach(const std::function<ModelSpec()>& describe,
+                                   const std::function<void()>& watch = {});
   std::vector<pager::Page*> attach(const std::vector<pager::Page*>& pages,
                                    std::vector<TrainedSpec> trained, std::vector<Optimizer> groups,
                                    std::vector<FrozenSpec> frozen = {});
@@ -74,7 +77,7 @@ class Runtime {
   void undo_attach(const std::function<void()>& copy);
   /// Forgets gradients and states, once all ranks have done `copy` with every update made; those
   /// pages of which a rank has a shard stay, for others may need them, until drop(). What `copy`
-  /// throws, here or on another rank, leaves everything as it is.
+  /// throws, here or on another rank, leaves everything as it is. WritesDiffer as in step().
   void release(const std::function<void()>& copy);
   /// The page is nobody's any more, on any rank: after release().
   void drop(pager::Page& page);
@@ -113,8 +116,9 @@ class Runtime {
   /// Returns when every rank has called it.
   void barrier();
   /// A collective call of somebody else's begins, on all ranks, and ends. Where ranks have another
-  /// `argument` for what is called `name`, all throw UserError, and it has not begun. What this
-  /// rank met in it (empty: nothing) is thrown on all the others at its end; the engine lives.
+  /// `argument` for what is called `name`, or have written other things to a parameter since the
+  /// last step(), all throw UserError, and it has not begun. What this rank met in it (empty:
+  /// nothing) is thrown on all the others at its end; the engine lives.
   void begin_call(std::string label, const std::string& name = {},
                   const std::string& argument = {});
   void end_call(const std::string& error);
@@ -164,6 +168,7 @@ class Runtime {
   std::string where_in(Call call) const;
   void require_none_refused() const;
   void clear_gradients();
+  void require_same_writes(std::string_view call);
   void gather_gradient(const optim::TrainedPage& page, std::span<float> to);
   void wait_for_updates();
   void check_order() const;

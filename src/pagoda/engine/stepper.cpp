@@ -111,7 +111,8 @@ void Stepper::publish_user_writes() {
     group->all_reduce_max(flags);
     wrote_shards = flags[0] != 0;
     if (flags[1] != 0) parts_.early.give_up();
-    if (flags[2] != ~flags[3]) writes.require_same(*group);  // the largest is not the smallest
+    // The largest is not the smallest.
+    if (flags[2] != ~flags[3]) writes.require_same(*group, "step()");
   }
   pager.forget_user_writes(pages);
   for (Page* page : pager.written().pages) pager.publish(*page);

@@ -45,7 +45,7 @@ std::uint64_t UserWrites::hash() const noexcept {
   return io::checksum(std::as_bytes(std::span(bits_)));
 }
 
-void UserWrites::require_same(comm::Group& group) const {
+void UserWrites::require_same(comm::Group& group, std::string_view call) const {
   const auto all = gather_words(group, bits_);
   std::vector<std::size_t> differing;  // written on some ranks only
   for (std::size_t i = 0; i < pages_.size(); ++i) {
@@ -69,8 +69,8 @@ void UserWrites::require_same(comm::Group& group) const {
     }
     throw WritesDiffer(fmt::format(
         "parameter '{}' was written in place on {} since the last step(), and not on {}: make the "
-        "same write on every rank, or undo it, and call step() again",
-        pages_[differing[at]]->name(), ranks_text(wrote), ranks_text(did_not)));
+        "same write on every rank, or undo it, and call {} again",
+        pages_[differing[at]]->name(), ranks_text(wrote), ranks_text(did_not), call));
   }
 }
 

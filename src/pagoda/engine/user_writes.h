@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <span>
+#include <string_view>
 #include <vector>
 
 #include "pagoda/comm/group.h"
@@ -11,14 +12,16 @@
 
 namespace pagoda::engine {
 
-/// Ranks have written different things to a parameter. Nothing has changed: the engine can go on.
+/// Ranks have written different things to a parameter. All throw it, nothing has changed, and the
+/// engine can go on.
 class WritesDiffer : public StepRefused {
  public:
   using StepRefused::StepRefused;
 };
 
-/// The pages that user code of this rank has written to since the last step(), which makes what it
-/// wrote every rank's: each gives its own shard. A plain value.
+/// The pages that user code of this rank has written to since the last step(). Its next one makes
+/// what was written every rank's: each gives its own shard. Until then others have not seen it, so
+/// nothing may leave the engine of which they know nothing. A plain value.
 class UserWrites {
  public:
   /// `pages`: of the attached models, in an order that is the same on all ranks.
@@ -28,8 +31,8 @@ class UserWrites {
   std::uint64_t hash() const noexcept;
   /// Where hashes differ: WritesDiffer on all ranks, with the parameter and the ranks, if one was
   /// written on some ranks only and is not the same on all any more. (What was put back counts as
-  /// not written.) A collective of the group.
-  void require_same(comm::Group& group) const;
+  /// not written.) `call`: what is refused, as the message has it. A collective of the group.
+  void require_same(comm::Group& group, std::string_view call) const;
 
  private:
   pager::Pager& pager_;

@@ -356,7 +356,7 @@ void Engine::Impl::attach(const std::vector<NamedTensor>& model, std::vector<Par
   std::vector<Adopted> adopted;
   bool all_are_here = false;  // every rank is in attach(), and none has done it
   try {
-    const std::vector<pager::Page*> changed = runtime_->attach([&] {
+    const auto described = [&] {
       all_are_here = true;
       engine::ModelSpec spec = describe(model, groups, given, adopted);
       for (const auto& [name, tensor] : buffers) {
@@ -365,9 +365,9 @@ void Engine::Impl::attach(const std::vector<NamedTensor>& model, std::vector<Par
         }
       }
       return spec;
-    });
-    all_are_here = false;
-    watch_parameters(given);
+    };
+    const std::vector<pager::Page*> changed =
+        runtime_->attach(described, [&] { watch_parameters(given); });
     for (const auto& [name, tensor] : model) {
       const pager::Page* page = find(tensor)->page();
       if (std::find(changed.begin(), changed.end(), page) != changed.end()) {

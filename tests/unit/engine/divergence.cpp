@@ -196,6 +196,30 @@ TEST(Divergence, OfBudgetsIsAnErrorOnAllRanksAndTheEnginesLive) {
   EXPECT_THAT(ended, Each(IsEmpty()));
 }
 
+class LateFailure : public testing::TestWithParam<unsigned> {};
+
+TEST_P(LateFailure, OfAttachOnOneRankLeavesNoModelOnAny) {
+  const auto ended = run_ranks(3, [&](auto world) {
+    SmallRank rank(plain(GetParam()), world);
+    EXPECT_THAT(thrown_by([&] {
+                  rank.attach([&] {
+                    if (world->rank() == 1) throw std::bad_alloc();
+                  });
+                }),
+                HasSubstr(world->rank() == 1 ? "" : "rank 1: "));
+    EXPECT_EQ(rank.values(), rank.initial());
+    EXPECT_EQ(rank.runtime().trained(rank.page(0)), nullptr);
+    rank.attach();
+    rank.backward(0);
+    rank.step();
+    rank.release();
+  });
+  EXPECT_THAT(ended, Each(IsEmpty()));
+}
+
+INSTANTIATE_TEST_SUITE_P(Zero, LateFailure, testing::Range(0U, 4U),
+                         testing::PrintToStringParamName());
+
 TEST(Divergence, OfASharedCallIsAnErrorOnAllRanksAndTheEnginesLive) {
   const auto ended = run_ranks(3, [&](auto world) {
     SmallRank rank(plain(), world);
@@ -219,6 +243,40 @@ TEST(Divergence, OfASharedCallIsAnErrorOnAllRanksAndTheEnginesLive) {
   });
   EXPECT_THAT(ended, Each(IsEmpty()));
 }
+
+class DifferentWrites : public testing::TestWithParam<unsigned> {};
+
+TEST_P(DifferentWrites, AreAnErrorOfWhateverTakesThemOutOfTheEngine) {
+  const auto ended = run_ranks(3, [&](auto world) {
+    SmallRank rank(plain(GetParam()), world);
+    rank.attach();
+    rank.backward(0);
+    rank.step();
+    if (rank.rank() == 1) rank.write(1, 5);
+    const std::string who =
+        "parameter 'page 1' was written in place on rank 1 since the last step(), and not on ranks "
+        "0, 2: ";
+    EXPECT_THAT(thrown_by([&] { rank.runtime().begin_call("save_pretrained"); }),
+                AllOf(HasSubstr(who), HasSubstr("call save_pretrained() again")));
+    EXPECT_THAT(thrown_by([&] { rank.runtime().release([] {}); }),
+                AllOf(HasSubstr(who), HasSubstr("call release() again")));
+    rank.runtime().barrier();
+    if (rank.rank() != 1) rank.write(1, 5);
+    rank.runtime().begin_call("save_pretrained");
+    rank.runtime().end_call("");
+    rank.backward(1);
+    rank.step();
+    if (rank.rank() == 0) {
+      rank.write(2, 7);
+      rank.write(2, -7);  // put back: it counts as not written
+    }
+    rank.release();
+  });
+  EXPECT_THAT(ended, Each(IsEmpty()));
+}
+
+INSTANTIATE_TEST_SUITE_P(Zero, DifferentWrites, testing::Range(0U, 4U),
+                         testing::PrintToStringParamName());
 
 /// Rank 1 has one batch, the others go on and halve the rate after each step.
 std::vector<Bits> train_unevenly(unsigned zero, bool joins, bool chatty) {

@@ -124,7 +124,7 @@ TEST_P(InitialValuesOf, WhatWasWrittenBeforeCounts) {
   std::vector<std::vector<Bits>> seen(2);
   const auto ended = run_ranks(2, [&](auto world) {
     SmallRank rank(options(0), world);
-    rank.write(2);
+    rank.write(2, rank.rank() + 1);
     if (world->rank() == 0) seen[0] = rank.values();
     EXPECT_EQ(rank.attach(), world->rank() == 0 ? 0U : 1U);
     if (world->rank() == 1) seen[1] = rank.values();

@@ -67,24 +67,26 @@ std::vector<SmallRank::Bits> SmallRank::initial() const {
   return out;
 }
 
-std::size_t SmallRank::attach() {
+std::size_t SmallRank::attach(const std::function<void()>& watch) {
   return runtime_
-      ->attach([&] {
-        ModelSpec model;
-        model.pages = pages_;
-        model.groups = {options_.optimizer};
-        model.buffers = options_.buffers;
-        for (std::size_t p = 0; p < pages_.size(); ++p) {
-          if (std::count(options_.frozen.begin(), options_.frozen.end(), p) > 0) continue;
-          TrainedSpec spec;
-          spec.page = pages_[p];
-          spec.dtype = options_.dtype;
-          spec.segments = {{{0, options_.pages[p]}, 0, 0}};
-          spec.parameters = {{static_cast<std::uint32_t>(p), 0, 0, false, false}};
-          model.trained.push_back(std::move(spec));
-        }
-        return model;
-      })
+      ->attach(
+          [&] {
+            ModelSpec model;
+            model.pages = pages_;
+            model.groups = {options_.optimizer};
+            model.buffers = options_.buffers;
+            for (std::size_t p = 0; p < pages_.size(); ++p) {
+              if (std::count(options_.frozen.begin(), options_.frozen.end(), p) > 0) continue;
+              TrainedSpec spec;
+              spec.page = pages_[p];
+              spec.dtype = options_.dtype;
+              spec.segments = {{{0, options_.pages[p]}, 0, 0}};
+              spec.parameters = {{static_cast<std::uint32_t>(p), 0, 0, false, false}};
+              model.trained.push_back(std::move(spec));
+            }
+            return model;
+          },
+          watch)
       .size();
 }
 
@@ -113,12 +115,12 @@ void SmallRank::join() {
   runtime_->join([](Page&) {});
 }
 
-void SmallRank::write(std::size_t page) {
+void SmallRank::write(std::size_t page, int number) {
   const Access access{pages_[page], true};
   const pager::Pin pin = runtime_->pager().touch({&access, 1}, 1, nullptr);
   for (Bytes i = 0; i < pages_[page]->bytes(); ++i) {
     places_[page].data()[i] =
-        static_cast<std::byte>(std::to_integer<int>(places_[page].data()[i]) + rank_ + 1);
+        static_cast<std::byte>(std::to_integer<int>(places_[page].data()[i]) + number);
   }
 }
 

@@ -36,16 +36,16 @@ class SmallRank {
   SmallRank(const SmallRank&) = delete;
   SmallRank& operator=(const SmallRank&) = delete;
 
-  /// How many pages have got rank 0's values.
-  std::size_t attach();
+  /// How many pages have got rank 0's values. `watch`: what comes last in it.
+  std::size_t attach(const std::function<void()>& watch = {});
   /// A micro-batch whose gradients follow from rank and number.
   void backward(int number, bool last = true);
   void step();
   void join();
   /// Reads every page, and drops them.
   std::vector<Bits> release();
-  /// An operator that adds the rank's number and one to every byte of a page.
-  void write(std::size_t page);
+  /// An operator that adds a number to every byte of a page.
+  void write(std::size_t page, int number);
   /// What operators see.
   std::vector<Bits> values();
   /// What it was made with.
