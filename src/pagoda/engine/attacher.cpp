@@ -81,7 +81,7 @@ std::vector<Page*> Attacher::attach(const std::function<ModelSpec()>& describe,
     for (Page* page : parts_.model.pages()) parts_.pager.set_attached(*page, true);
     parts_.placer.make_room_for_early_updates(parts_.model.pages(), all, parts_.ranks.control());
     if (watch) all_or_none(parts_.ranks.control(), watch);  // nothing that may fail comes after it
-    left_free_ = {};  // what was left is for activations now
+    left_free_ = {};                                        // what was left is for activations now
     return overwritten;
   } catch (const NoneDid& stopped) {
     detach();

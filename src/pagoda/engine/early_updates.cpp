@@ -173,25 +173,27 @@ void EarlyUpdates::step_refused() {
 }
 
 void EarlyUpdates::step_ends(bool clipped) {
-  const Lock lock(mutex_);
+  Lock lock(mutex_);
   trusted_ = !clipped;
   ++step_;
   end_window(lock);
 }
 
 void EarlyUpdates::forget() {
-  const Lock lock(mutex_);
+  Lock lock(mutex_);
   trusted_ = false;
   step_ = 1;
   habits_.clear();
   end_window(lock);
 }
 
-void EarlyUpdates::end_window(const Lock& /*lock*/) {
+/// Gives the lock back: what was fetched ahead may have to be waited for.
+void EarlyUpdates::end_window(Lock& lock) {
   held_back_ = in_step_ = false;
   pass_ = Pass::None;
-  for (const TrainedPage* page : begun_) pager_.end_supersede(*page->page);
-  begun_.clear();
+  const std::vector<TrainedPage*> begun = std::exchange(begun_, {});
+  lock.unlock();
+  for (const TrainedPage* page : begun) pager_.end_supersede(*page->page);
 }
 
 void EarlyUpdates::before_add(const TrainedPage& page) {

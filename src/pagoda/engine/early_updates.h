@@ -102,7 +102,7 @@ class EarlyUpdates {
   std::string_view when(const Lock& lock) const noexcept;
   void leave_to_step(std::string_view what, Lock& lock);
   void roll_back(std::span<optim::TrainedPage* const> pages);
-  void end_window(const Lock& lock);
+  void end_window(Lock& lock);
   Habit& habit(const optim::TrainedPage& page, const Lock& lock);
 
   pager::Pager& pager_;

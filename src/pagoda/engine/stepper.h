@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <optional>
@@ -79,7 +80,7 @@ class Stepper {
   const Parts parts_;
   optim::LossScale scale_;
   StepTrace trace_;
-  std::uint64_t steps_ = 0;
+  std::atomic<std::uint64_t> steps_ = 0;  // any thread may look
 };
 
 }  // namespace pagoda::engine

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 
 namespace pagoda::optim {
@@ -38,20 +39,20 @@ class LossScale {
       ++skipped_;
       ++in_a_row_;
       good_ = 0;
-      if (can_fall()) scale_ *= options_.backoff;
+      if (can_fall()) scale_ = scale_ * options_.backoff;
       return;
     }
     in_a_row_ = 0;
     if (++good_ < options_.window || !options_.dynamic) return;
     good_ = 0;
-    scale_ *= options_.growth;
+    scale_ = scale_ * options_.growth;
   }
 
  private:
   Options options_;
-  double scale_ = 1;
+  std::atomic<double> scale_ = 1;  // others may look while a step is taken, also at
+  std::atomic<std::uint64_t> skipped_ = 0;
   std::uint64_t good_ = 0;
-  std::uint64_t skipped_ = 0;
   std::uint64_t in_a_row_ = 0;
 };
 

@@ -53,7 +53,7 @@ struct UpdateRecord {
   std::uint64_t chunks_left = 0;  // the thread's
   std::uint64_t computed = 0;     // chunks of the update under way: the thread's
   bool in_place = false;          // nothing of it passes through buffers
-  unsigned waiting = 0;           // for it, in wait_for_shard()
+  unsigned waiting = 0;           // for it
   bool removed = false;           // …in vain
   Rows rows = Rows::Open;
   /// Elements that go before the others of their page, in ascending order.

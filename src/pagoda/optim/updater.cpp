@@ -250,16 +250,36 @@ void Updater::follow(std::span<TrainedPage* const> order) {
   queue_.sort();
 }
 
+/// Somebody waits on the record: it stays meanwhile, whatever happens to the map. Made and dropped
+/// under mutex_.
+class Updater::Waiter {
+ public:
+  Waiter(UpdateRecord& record, Condition& changed) : record_(record), changed_(changed) {
+    ++record_.waiting;
+  }
+  Waiter(const Waiter&) = delete;
+  Waiter& operator=(const Waiter&) = delete;
+  ~Waiter() {
+    if (--record_.waiting == 0) changed_.notify_all();
+  }
+
+ private:
+  UpdateRecord& record_;
+  Condition& changed_;
+};
+
 void Updater::wait_for_update(pager::Page& page) {
-  std::unique_lock lock(mutex_);
-  const auto found = records_.find(&page);
-  PAGODA_CHECK(found != records_.end(), "page {} has a pending update and no state", page.name());
-  UpdateRecord& record = *found->second;
-  queue_.bring_forward(record);
-  const std::uint64_t target = record.target;
-  changed_.wait(lock, [&] { return record.done >= target || error_ != nullptr; });
-  if (error_ != nullptr) std::rethrow_exception(error_);
-  lock.unlock();
+  {
+    std::unique_lock lock(mutex_);
+    const auto found = records_.find(&page);
+    PAGODA_CHECK(found != records_.end(), "page {} has a pending update and no state", page.name());
+    UpdateRecord& record = *found->second;
+    const Waiter waiter(record, changed_);
+    queue_.bring_forward(record);
+    const std::uint64_t target = record.target;
+    changed_.wait(lock, [&] { return record.done >= target || error_ != nullptr; });
+    if (error_ != nullptr) std::rethrow_exception(error_);
+  }
   // This rank's shard is done; where other ranks' are missing, the pager learns of them.
   pager_.wait_for_version(page);
 }
@@ -275,6 +295,7 @@ bool Updater::can_wait_for_rows(const pager::Page& page, std::uint64_t wanted) {
 const std::byte* Updater::wait_for_rows(pager::Page& page, std::span<const pager::Range> rows) {
   std::unique_lock lock(mutex_);
   UpdateRecord& record = *records_.at(&page);
+  const Waiter waiter(record, changed_);
   const std::uint64_t target = record.target;
   // An early update that step() has found under way leaves them where home will be.
   const auto where = [&] {
@@ -323,23 +344,21 @@ void Updater::wait_for_shard(const pager::Page& page, std::uint64_t version) {
   std::unique_lock lock(mutex_);
   const auto found = records_.find(&page);
   if (found == records_.end()) return;  // not trained: always up to date
-  // The record stays as long as somebody waits; the map may change meanwhile.
   UpdateRecord& record = *found->second;
-  ++record.waiting;
+  const Waiter waiter(record, changed_);
   changed_.wait(lock, [&] {
     return record.done >= version || record.removed || error_ != nullptr || stopping_;
   });
-  const bool made = record.done >= version;
-  --record.waiting;
-  changed_.notify_all();
   if (error_ != nullptr) std::rethrow_exception(error_);
-  PAGODA_CHECK(made, "page {} has no update {}: its model was released, or the engine ends",
-               page.name(), version);
+  PAGODA_CHECK(record.done >= version,
+               "page {} has no update {}: its model was released, or the engine ends", page.name(),
+               version);
 }
 
 void Updater::wait_for_shard(const pager::Page& page) {
   std::unique_lock lock(mutex_);
-  const UpdateRecord& record = *records_.at(&page);
+  UpdateRecord& record = *records_.at(&page);
+  const Waiter waiter(record, changed_);
   changed_.wait(lock,
                 [&] { return record.done == record.target || error_ != nullptr || stopping_; });
   if (error_ != nullptr) std::rethrow_exception(error_);

@@ -131,6 +131,7 @@ class Updater final : public pager::PendingUpdates {
   UpdaterStats stats() const;
 
  private:
+  class Waiter;
   Bytes buffered_bytes(const TrainedPage& page, const StateLayout& layout) const;
   void call_of_trained(const Writing& callback, pager::Page& page);
   void enqueue(UpdateRecord& record, std::shared_ptr<const StepScalars> scalars);

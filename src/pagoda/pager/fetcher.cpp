@@ -68,7 +68,13 @@ void Fetcher::start(PageRecord& page, Source source, Priority priority, const Lo
   table_.set_residency(page, Residency::Fetching, lock);
   page.fetch_error = nullptr;
   ++running_;
-  (void)threads_.submit([this, &page, source] { fetch(page, source); }, priority);
+  try {
+    (void)threads_.submit([this, &page, source] { fetch(page, source); }, priority);
+  } catch (...) {  // no memory for the job: nobody may wait for it
+    --running_;
+    table_.set_residency(page, Residency::Absent, lock);
+    throw;
+  }
 }
 
 Fetcher::Lane& Fetcher::take_lane() {

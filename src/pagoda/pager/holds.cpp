@@ -13,14 +13,25 @@ void Holds::add(PageRecord& page, bool write, RawWrites writes, Lock& lock) {
   if (!tiers_.device_is_host()) writes = RawWrites::Count;  // they are announced
   // No update of a page begins while it is held: writes count as when its first hold was made.
   if (page.holds == 0 && writes == RawWrites::Refuse) copy_bytes(page, lock);
-  if (!write) keep(page, lock);
+  try {
+    if (!write) keep(page, lock);
+  } catch (...) {
+    if (page.holds == 0) page.held_copy = {};
+    throw;
+  }
   if (page.holds == 0) page.held_writes = writes;
   ++page.holds;
   page.held_for_write = page.held_for_write || write;
 }
 
-void Holds::remove(PageRecord& page, const Lock& lock) noexcept {
-  const bool stale = note_write(page, lock);
+void Holds::remove(PageRecord& page, Lock& lock) noexcept {
+  bool stale = false;
+  try {
+    stale = note_write(page, lock);
+  } catch (const std::exception& error) {  // no memory for the page's name
+    log::warn("pager", "a write under a pin is not reported",
+              {{"page", page.name()}, {"cause", error.what()}});
+  }
   --page.holds;
   table_.note_change(lock);
   if (page.holds == 0) {
@@ -61,20 +72,26 @@ void Holds::keep(PageRecord& page, Lock& lock) {
   homes_.keep_before(page, lock);
 }
 
-/// False: the copy, which lies on disk where the host had no room, cannot be read.
-bool Holds::put_back(PageRecord& page) noexcept {
+/// False: the copy, which lies on disk where the host had no room, cannot be read. That is waited
+/// for without the lock: the page is pinned.
+bool Holds::put_back(PageRecord& page, Lock& lock) noexcept {
+  Home copy = std::exchange(page.held_copy, {});
+  lock.unlock();
+  bool done = true;
   try {
-    tiers_.read(page.held_copy, 0, {page.device_block().data(), page.bytes()});
-    return true;
+    tiers_.read(copy, 0, {page.device_block().data(), page.bytes()});
   } catch (const std::exception& error) {
     log::warn("pager", "a write that is refused cannot be undone",
               {{"page", page.name()}, {"cause", error.what()}});
-    return false;
+    done = false;
   }
+  lock.lock();
+  page.held_copy = std::move(copy);
+  return done;
 }
 
 /// Whether the resident copy has bytes that must not be seen.
-bool Holds::note_write(PageRecord& page, const Lock& /*lock*/) {
+bool Holds::note_write(PageRecord& page, Lock& lock) {
   bool written = page.held_for_write;
   if (tiers_.device_is_host()) {
     const std::span bytes(page.device_block().data(), page.bytes());
@@ -83,7 +100,7 @@ bool Holds::note_write(PageRecord& page, const Lock& /*lock*/) {
       reported_.push_back(page.name());
     if (sum != page.held_sum && page.held_writes == RawWrites::Refuse) {
       if (!page.held_copy) return true;
-      if (put_back(page)) return false;
+      if (put_back(page, lock)) return false;
     }
     written = written || sum != page.held_sum;
     page.held_sum = sum;
@@ -92,18 +109,27 @@ bool Holds::note_write(PageRecord& page, const Lock& /*lock*/) {
   return false;
 }
 
-void Holds::find_writes(const Lock& lock) {
+/// They stay while they are held, whatever happens to the table meanwhile.
+std::vector<PageRecord*> Holds::held(const Lock& lock) const {
+  std::vector<PageRecord*> out;
   for (PageRecord* page : table_.pages(lock)) {
-    if (page == nullptr || page->holds == 0) continue;
+    if (page != nullptr && page->holds > 0) out.push_back(page);
+  }
+  return out;
+}
+
+void Holds::find_writes(Lock& lock) {
+  for (PageRecord* page : held(lock)) {
+    if (page->holds == 0) continue;
     (void)note_write(*page, lock);
     page->held_writes = RawWrites::Count;  // the step has begun
     page->held_copy = {};
   }
 }
 
-std::vector<std::string> Holds::take_reported(const Lock& lock) {
-  for (PageRecord* page : table_.pages(lock)) {
-    if (page == nullptr || page->holds == 0 || page->held_writes == RawWrites::Count) continue;
+std::vector<std::string> Holds::take_reported(Lock& lock) {
+  for (PageRecord* page : held(lock)) {
+    if (page->holds == 0 || page->held_writes == RawWrites::Count) continue;
     (void)note_write(*page, lock);
   }
   return std::exchange(reported_, {});

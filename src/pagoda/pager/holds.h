@@ -21,19 +21,20 @@ class Holds {
   /// One more hold of a page that an operator has pinned: the pin is the hold's. `writes`: what
   /// becomes of those by raw pointers.
   void add(PageRecord& page, bool write, RawWrites writes, Lock& lock);
-  void remove(PageRecord& page, const Lock& lock) noexcept;
+  void remove(PageRecord& page, Lock& lock) noexcept;
   /// What pointers may write to is as it was now: for what find_writes() compares with, and for
   /// masters to follow.
   void keep(PageRecord& page, Lock& lock);
   /// What pointers have written counts as written by user code.
-  void find_writes(const Lock& lock);
+  void find_writes(Lock& lock);
   /// Pages that pointers have written to where that must be told, or is refused and was undone,
   /// each once.
-  std::vector<std::string> take_reported(const Lock& lock);
+  std::vector<std::string> take_reported(Lock& lock);
 
  private:
-  bool put_back(PageRecord& page) noexcept;
-  bool note_write(PageRecord& page, const Lock& lock);
+  bool put_back(PageRecord& page, Lock& lock) noexcept;
+  std::vector<PageRecord*> held(const Lock& lock) const;
+  bool note_write(PageRecord& page, Lock& lock);
   void copy_bytes(PageRecord& page, Lock& lock);
 
   PageTable& table_;

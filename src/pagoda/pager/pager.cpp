@@ -176,7 +176,7 @@ void Pager::wait_for_other_ranks(Page& page) {
 }
 
 void Pager::release_hold(Page& page) noexcept {
-  const Lock lock = parts_->table.lock();
+  Lock lock = parts_->table.lock();
   PageRecord& record = record_of(page);
   parts_->holds.remove(record, lock);
   record.user_wrote = record.user_wrote || record.dirty();
@@ -304,7 +304,7 @@ void Pager::overwrite(Page& page, const std::byte* bytes) {
 }
 
 void Pager::find_raw_writes() {
-  const Lock lock = parts_->table.lock();
+  Lock lock = parts_->table.lock();
   parts_->holds.find_writes(lock);
   for (PageRecord* page : parts_->table.pages(lock)) {
     if (page != nullptr && page->holds > 0 && page->dirty()) page->user_wrote = true;
@@ -331,7 +331,7 @@ std::uint64_t Pager::checksum(Page& page) {
 }
 
 std::vector<std::string> Pager::take_reported_writes() {
-  const Lock lock = parts_->table.lock();
+  Lock lock = parts_->table.lock();
   return parts_->holds.take_reported(lock);
 }
 
