@@ -631,6 +631,16 @@ def save_after_a_write_on_one_rank() -> None:
     engine.close()
 
 
+@scenario
+def never_starts() -> None:
+    """One rank: the other waits as long as join_timeout says, and says so after timeout."""
+    if RANK == 0:
+        return
+    began = time.monotonic()
+    print("error", error_of(lambda: make_engine(timeout=1, join_timeout=2.5)))
+    print("waited", round(time.monotonic() - began))
+
+
 def run(name: str, port: int, limit: float, results: Path) -> None:
     """In a process of its own; never returns there."""
     began = time.monotonic()

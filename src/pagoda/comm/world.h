@@ -39,6 +39,10 @@ class World {
   virtual std::optional<std::string> get(std::string_view key) = 0;
   /// 0, 1, 2, …: for names on the board. Ranks that ask in the same order get the same numbers.
   unsigned next_number() noexcept { return next_number_.fetch_add(1); }
+  /// From now on make_group() waits for ranks that have not come to it for `limit`; after
+  /// `patience` a warning names one.
+  virtual void limit_joins(std::chrono::milliseconds /*patience*/,
+                           std::chrono::milliseconds /*limit*/) {}
   /// From now on no call on the board waits longer than this for an answer.
   virtual void limit_waits(std::chrono::milliseconds /*limit*/) {}
   /// The process of that rank is gone: nothing that ends here waits for it.

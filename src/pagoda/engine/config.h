@@ -84,6 +84,7 @@ struct Config {
 
   // What is watched.
   double timeout = 60;
+  double join_timeout = 300;
   double heartbeat = 5;
   bool check_order = false;
   std::string trace;

@@ -316,6 +316,10 @@ std::vector<ConfigField> make_fields() {
            "Seconds after which a silent rank is taken for lost, and one that does nothing while "
            "others wait for it is an error",
            kMostSeconds),
+      real(PAGODA_FIELD(join_timeout), false,
+           "Seconds in which all ranks must have started, whatever timeout is; after timeout of "
+           "them a warning names a rank that has not",
+           kMostSeconds),
       real(PAGODA_FIELD(heartbeat), false, "Seconds between signs of life of a rank", kMostSeconds),
       truth(PAGODA_FIELD(check_order), "Check that every access of device memory is ordered; slow"),
       text_field(PAGODA_FIELD(trace), "path", nullptr,

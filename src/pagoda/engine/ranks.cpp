@@ -5,11 +5,20 @@
 #include <utility>
 
 namespace pagoda::engine {
+namespace {
+
+std::chrono::milliseconds milliseconds(double seconds) {
+  return std::chrono::duration_cast<std::chrono::milliseconds>(
+      std::chrono::duration<double>(seconds));
+}
+
+}  // namespace
 
 Ranks::Ranks(std::shared_ptr<comm::World> world)
     : world_(std::move(world)), number_(world_->next_number()), failure_(*world_, name()) {}
 
-void Ranks::connect() {
+void Ranks::connect(double timeout, double join_timeout) {
+  world_->limit_joins(milliseconds(timeout), milliseconds(join_timeout));
   for (auto& [group, name] : {std::pair(&calls_, "calls"), std::pair(&control_, "control"),
                               std::pair(&gradients_, "gradients")}) {
     *group = world_->make_group(name);
@@ -19,10 +28,6 @@ void Ranks::connect() {
 
 void Ranks::watch(Watching watching) {
   watching_ = std::move(watching);
-  const auto milliseconds = [](double seconds) {
-    return std::chrono::duration_cast<std::chrono::milliseconds>(
-        std::chrono::duration<double>(seconds));
-  };
   world_->limit_waits(milliseconds(watching_.timeout));
   comm::Watch::Options options;
   options.name = name();

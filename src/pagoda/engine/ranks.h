@@ -36,7 +36,7 @@ class Ranks {
   Failure& failure() noexcept { return failure_; }
 
   /// Makes the groups. A failure ends what waits in them.
-  void connect();
+  void connect(double timeout, double join_timeout);
   comm::Group* calls() noexcept { return calls_.get(); }  ///< where collective calls are announced
   comm::Group* control() noexcept { return control_.get(); }      ///< of the thread that trains
   comm::Group* gradients() noexcept { return gradients_.get(); }  ///< of the reducer's thread

@@ -150,7 +150,7 @@ void Runtime::build() {
 
 /// What ranks have beside what one rank has: groups, and shards that others ask for.
 void Runtime::connect() {
-  ranks_.connect();
+  ranks_.connect(config_.timeout, config_.join_timeout);
   ShardExchange::Options shards;
   shards.rank = rank();
   shards.whole_pages = config_.zero == 1 || config_.zero == 2;

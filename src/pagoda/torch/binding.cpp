@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The engine as Python sees it: classes under torch.classes.pagoda, without Python's ABI. The
 // package in python/pagoda gives them their names and types. Part of the shared library only.
+#include <chrono>
+#include <cmath>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -274,15 +276,21 @@ class BoundEngine final : public ::torch::CustomClassHolder {
               const std::optional<Group>& gradients, bool from_env) {
     telling([&] {
       auto* over = gradients.has_value() ? gradients->get() : nullptr;
-      auto world = group.has_value() ? world_from_group(**group, over)
-                   : from_env        ? world_from_env()
-                                     : comm::make_solo_world();
       Config parsed;
+      std::optional<UserError> mistake;
       try {
         parsed = Config::from_json(config);
       } catch (const UserError& error) {
-        world->give_up(error.told());  // the others shall not wait for this rank
-        throw;
+        mistake = error;
+      }
+      GlooOptions options;
+      options.join_timeout = std::chrono::milliseconds(std::llround(parsed.join_timeout * 1000));
+      auto world = group.has_value() ? world_from_group(**group, over, options)
+                   : from_env        ? world_from_env(options)
+                                     : comm::make_solo_world();
+      if (mistake) {
+        world->give_up(mistake->told());  // the others shall not wait for this rank
+        throw *mistake;
       }
       parsed.pin_advice =
           "pin it (with engine.pin(parameter):), or save the model with engine.save_pretrained()";

@@ -265,6 +265,10 @@ class GlooWorld final : public comm::World {
     }
   }
 
+  void limit_joins(milliseconds patience, milliseconds limit) override {
+    patience_ = patience;
+    options_.join_timeout = limit;
+  }
   void limit_waits(milliseconds limit) override {
     board_.set_patience(std::min(limit, options_.board_timeout));
   }
@@ -278,6 +282,7 @@ class GlooWorld final : public comm::World {
   static c10::DeviceIndex current_gpu() {
     return c10::impl::VirtualGuardImpl(c10::kCUDA).getDevice().index();
   }
+  static double seconds_of(milliseconds time) { return static_cast<double>(time.count()) / 1000; }
   static std::string left_key(int rank) { return fmt::format("left/{}", rank); }
   static std::string gave_up_key(int rank) { return fmt::format("gave up/{}", rank); }
 
@@ -287,7 +292,9 @@ class GlooWorld final : public comm::World {
     constexpr milliseconds kLook{50};
     const auto here = [&](int rank) { return fmt::format("{}/here/{}", group, rank); };
     put(here(rank_), "");
-    const Nanos end = now_ns() + std::chrono::nanoseconds(options_.join_timeout).count();
+    const Nanos began = now_ns();
+    const Nanos end = began + std::chrono::nanoseconds(options_.join_timeout).count();
+    bool told = false;
     milliseconds pause = kFirstLook;
     for (int r = 0; r < size_; ++r) {
       while (!get(here(r)).has_value()) {
@@ -295,8 +302,17 @@ class GlooWorld final : public comm::World {
           throw engine::RankFailed(fmt::format("rank {} failed: {}", r, *why));
         }
         if (now_ns() > end) {
-          throw EngineError(fmt::format("rank {} has not come to connect with the others for {} s",
-                                        r, options_.join_timeout.count() / 1000));
+          throw EngineError(fmt::format(
+              "rank {} has not come to connect with the others for {} s: start all ranks, or raise "
+              "join_timeout if one needs longer to start",
+              r, seconds_of(options_.join_timeout)));
+        }
+        if (!told && now_ns() - began > std::chrono::nanoseconds(patience_).count()) {
+          told = true;
+          log::warn("comm", "waiting for a rank that has not started yet",
+                    {{"rank", r},
+                     {"waited_s", seconds_of(patience_)},
+                     {"join_timeout", seconds_of(options_.join_timeout)}});
         }
         std::this_thread::sleep_for(pause);
         pause = std::min(kLook, 2 * pause);
@@ -319,7 +335,8 @@ class GlooWorld final : public comm::World {
   const int rank_;
   const int size_;
   const int holder_;
-  const GlooOptions options_;
+  GlooOptions options_;
+  milliseconds patience_{60'000};
   std::vector<std::atomic<bool>> gone_;  // ranks whose processes are
   std::size_t groups_made_ = 0;
   c10::intrusive_ptr<::c10d::Backend> for_gradients_;
@@ -377,9 +394,12 @@ std::shared_ptr<comm::World> world_from_env(const GlooOptions& options) {
   } catch (const Error&) {
     throw;
   } catch (const std::exception& error) {
-    throw EngineError(fmt::format("no store at {}:{} (MASTER_ADDR, MASTER_PORT): {}", address, port,
-                                  reason_of(error)),
-                      {context("rank", rank), context("size", size)});
+    throw EngineError(
+        fmt::format("no store at {}:{} (MASTER_ADDR, MASTER_PORT), for which "
+                    "join_timeout lets rank {} wait {} s: {}",
+                    address, port, rank, static_cast<double>(options.join_timeout.count()) / 1000,
+                    reason_of(error)),
+        {context("rank", rank), context("size", size)});
   }
 }
 

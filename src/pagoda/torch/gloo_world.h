@@ -20,8 +20,9 @@ struct GlooOptions {
   /// An address or host name of this machine on which the others reach it. Empty: the interfaces
   /// that GLOO_SOCKET_IFNAME names, else the one the machine's host name leads to.
   std::string address;
-  /// How long a rank waits for the others to come to a rendezvous: the store's, or a new group's.
-  /// What happens on a group later has no time-out: comm::Watch ends what hangs.
+  /// How long a rank waits for the others to come to a rendezvous: the store's, or a new group's,
+  /// of which an engine says it anew (Config::join_timeout). What happens on a group later has no
+  /// time-out: comm::Watch ends what hangs.
   std::chrono::milliseconds join_timeout{300'000};
   /// A board (the store) that has not answered for this long is lost.
   std::chrono::milliseconds board_timeout{60'000};
