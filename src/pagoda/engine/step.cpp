@@ -98,13 +98,12 @@ StepResult Runtime::step_together(bool joined, const std::function<void(Page&)>&
     bool wrote_shards = pager_->written().shared;
     if (!alone()) {
       const UserWrites writes(*pager_, pages_);
-      std::array<std::uint64_t, 4> flags = {wrote_shards ? 1U : 0U, early_->given_up() ? 1U : 0U,
-                                            writes.hash(), ~writes.hash()};
+      std::array<std::uint64_t, 3> flags = {wrote_shards ? 1U : 0U, early_->given_up() ? 1U : 0U,
+                                            writes.any() ? 1U : 0U};
       ranks_.control()->all_reduce_max(flags);
       wrote_shards = flags[0] != 0;
       if (flags[1] != 0) early_->give_up();
-      if (flags[2] != ~flags[3])
-        writes.require_same(*ranks_.control(), "step()");  // the largest is not the smallest
+      if (flags[2] != 0) writes.require_same(*ranks_.control(), "step()");
     }
     pager_->forget_user_writes(pages_);
     // What user code has written goes to the homes: updates start from those.
