@@ -350,6 +350,39 @@ def save_after_a_write_on_one_rank() -> None:
 
 
 @scenario
+def other_values_on_one_rank() -> None:
+    """All ranks write, and not the same; with pages on the device, evicted, and in 16 bits."""
+    for config, dtype in (({}, torch.float32), ({"device_budget": "8MiB"}, torch.float32),
+                          ({}, torch.bfloat16)):
+        engine = make_engine(**config)
+        with engine.build():
+            model = make_model().to(dtype)
+        engine.attach(model, lr=0.01)
+        x = torch.ones(1, WIDTH, dtype=dtype)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.clamp_(-0.1, 0.1)
+            model[1].weight.add_(RANK)  # type: ignore[index]
+        print("error", error_of(engine.step))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.clamp_(-0.05, 0.05)
+            model[1].weight.fill_(0.05)  # type: ignore[index]
+        for _ in range(3):  # from then on updates begin early
+            engine.backward(model(x).square().sum())
+            engine.step()
+        with torch.no_grad():
+            model[1].weight.mul_(RANK)  # type: ignore[index]
+        engine.backward(model(x).square().sum())
+        print("error", error_of(engine.step))
+        with torch.no_grad():
+            model[1].weight.fill_(0.05)  # type: ignore[index]
+        engine.step()
+        print("values", values(model))
+        engine.close()
+
+
+@scenario
 def never_starts() -> None:
     """One rank: the other waits as long as join_timeout says, and says so after timeout."""
     if RANK == 0:

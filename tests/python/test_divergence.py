@@ -34,7 +34,8 @@ def check_same_values(ended: list[Ended]) -> None:
 @pytest.mark.parametrize("name", [
     "release_often", "clip_on_one_rank", "join_with_schedule", "save_fails", "slow",
     "ends_early_and_serves", "uncaught_in_other_thread", "uncaught_in_a_fork", "caught", "interactive",
-    "unseeded", "numpy_writes_after_step", "write_on_one_rank", "save_after_a_write_on_one_rank"])
+    "unseeded", "numpy_writes_after_step", "write_on_one_rank", "save_after_a_write_on_one_rank",
+    "other_values_on_one_rank"])
 def test_all_ranks_end_well_with_the_same_values(name: str, results: Results) -> None:
     check_same_values(results[name])
 
@@ -98,6 +99,16 @@ def test_what_one_rank_wrote_is_neither_saved_nor_released(results: Results) -> 
         assert lines(one, "saved") == ["False"], shown(ended)
 
 
+def test_other_values_on_one_rank_are_told_to_all(results: Results) -> None:
+    ended = results["other_values_on_one_rank"]
+    for one in ended:
+        said = lines(one, "error")
+        assert len(said) == 6, shown(ended)
+        assert all("UserError: parameter '1.weight' was written in place on all ranks since the last "
+                   "step(), with other values on rank 1 than on rank 0" in line
+                   for line in said), shown(ended)
+
+
 @pytest.mark.parametrize(("name", "code", "cause"), [
     ("uncaught", 1, "rank 0 failed: ValueError: the data is gone"),
     ("uncaught_in_with", 1, "rank 0 failed: ValueError: the data is gone"),
@@ -121,6 +132,15 @@ def test_an_engine_that_cannot_be_made_is_told_to_those_that_wait(results: Resul
     ended = results["engine_fails_on_one_rank"]
     assert "UserError: zero = '7' is not allowed" in ended[1].output, shown(ended)
     assert "EngineError: rank 1 failed: zero = '7' is not allowed" in ended[0].output, shown(ended)
+
+
+def test_a_rank_that_never_starts_is_waited_for_as_long_as_is_said(results: Results) -> None:
+    ended = results["never_starts"]
+    assert ("EngineError: rank 0 has not come to connect with the others for 2.5 s: start all ranks, or "
+            "raise join_timeout" in lines(ended[1], "error")[0]), shown(ended)
+    said = [line for line in ended[1].output.splitlines() if "has not started yet" in line]
+    assert len(said) == 1 and "rank=0" in said[0] and "join_timeout=2.5" in said[0], shown(ended)
+    assert 2 <= int(lines(ended[1], "waited")[0]) < TIMEOUT, shown(ended)
 
 
 def test_one_line_says_what_differed(results: Results) -> None:

@@ -90,6 +90,8 @@ void EarlyUpdates::require_may_write(const TrainedPage& page) {
     // before the gradient has come, and none at all of a page that was written to.
     const Lock lock(mutex_);
     if (pass_ == Pass::LastOpen && habit(page, lock).pass != passes_) return;
+    // What step() was refused for can be mended: no update begins of a page that was written to.
+    if (refused_ && std::find(begun_.begin(), begun_.end(), &page) == begun_.end()) return;
   }
   require_no_window(fmt::format("an in-place write to parameter '{}'", page.page->name()));
 }
@@ -169,6 +171,7 @@ void EarlyUpdates::step_waits(const std::vector<Optimizer>& rules) {
 void EarlyUpdates::step_refused() {
   const Lock lock(mutex_);
   in_step_ = false;
+  refused_ = true;
   if (begun_.empty()) held_back_ = true;
 }
 
@@ -189,7 +192,7 @@ void EarlyUpdates::forget() {
 
 /// Gives the lock back: what was fetched ahead may have to be waited for.
 void EarlyUpdates::end_window(Lock& lock) {
-  held_back_ = in_step_ = false;
+  held_back_ = in_step_ = refused_ = false;
   pass_ = Pass::None;
   const std::vector<TrainedPage*> begun = std::exchange(begun_, {});
   lock.unlock();

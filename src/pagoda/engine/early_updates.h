@@ -69,7 +69,8 @@ class EarlyUpdates {
   /// as the others, with these rules.
   void step_waits(const std::vector<Optimizer>& rules);
   /// It has thrown before it changed anything: the user can do something else now. What has begun
-  /// stays so; where nothing has, the window is open to everything.
+  /// stays so, and other parameters can be written to; where nothing has, the window is open to
+  /// everything.
   void step_refused();
   /// The model has gone, with its updates and habits.
   void forget();
@@ -114,6 +115,7 @@ class EarlyUpdates {
   bool trusted_ = false;                    // guarded by mutex_: the last did not clip
   bool held_back_ = false;                  // guarded by mutex_: in this step none begins
   bool in_step_ = false;                    // guarded by mutex_
+  bool refused_ = false;                    // guarded by mutex_: step() was, and is called again
   Pass pass_ = Pass::None;                  // guarded by mutex_
   std::uint64_t passes_ = 0;                // guarded by mutex_
   std::uint64_t step_ = 1;                  // guarded by mutex_: the one to come

@@ -2,7 +2,6 @@
 #include "pagoda/engine/runtime.h"
 
 #include <algorithm>
-#include <array>
 #include <thread>
 #include <utility>
 
@@ -375,9 +374,9 @@ void Runtime::require_same_writes(std::string_view call) {
   try {
     if (!early_->in_window()) pager_->find_raw_writes();  // there step() finds or undoes them
     const UserWrites writes(*pager_, model_->pages());
-    std::array<std::uint64_t, 2> both = {writes.hash(), ~writes.hash()};
-    ranks_.control()->all_reduce_max(both);
-    if (both[0] != ~both[1]) writes.require_same(*ranks_.control(), call);
+    std::uint64_t any = writes.any() ? 1 : 0;
+    ranks_.control()->all_reduce_max({&any, 1});
+    if (any != 0) writes.require_same(*ranks_.control(), call);
   } catch (const WritesDiffer&) {
     throw;
   } catch (...) {

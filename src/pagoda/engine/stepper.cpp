@@ -106,13 +106,12 @@ void Stepper::publish_user_writes() {
   bool wrote_shards = pager.written().shared;
   if (!alone()) {
     const UserWrites writes(pager, pages);
-    std::array<std::uint64_t, 4> flags = {wrote_shards ? 1U : 0U, parts_.early.given_up() ? 1U : 0U,
-                                          writes.hash(), ~writes.hash()};
+    std::array<std::uint64_t, 3> flags = {wrote_shards ? 1U : 0U, parts_.early.given_up() ? 1U : 0U,
+                                          writes.any() ? 1U : 0U};
     group->all_reduce_max(flags);
     wrote_shards = flags[0] != 0;
     if (flags[1] != 0) parts_.early.give_up();
-    // The largest is not the smallest.
-    if (flags[2] != ~flags[3]) writes.require_same(*group, "step()");
+    if (flags[2] != 0) writes.require_same(*group, "step()");
   }
   pager.forget_user_writes(pages);
   for (Page* page : pager.written().pages) pager.publish(*page);

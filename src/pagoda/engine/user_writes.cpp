@@ -45,32 +45,43 @@ std::uint64_t UserWrites::hash() const noexcept {
   return io::checksum(std::as_bytes(std::span(bits_)));
 }
 
+bool UserWrites::any() const noexcept {
+  return std::any_of(bits_.begin(), bits_.end(), [](std::uint64_t word) { return word != 0; });
+}
+
 void UserWrites::require_same(comm::Group& group, std::string_view call) const {
   const auto all = gather_words(group, bits_);
-  std::vector<std::size_t> differing;  // written on some ranks only
+  std::vector<std::size_t> written;  // on some ranks, or on all
   for (std::size_t i = 0; i < pages_.size(); ++i) {
-    const auto writers =
-        std::count_if(all.begin(), all.end(), [&](const auto& bits) { return is_set(bits, i); });
-    if (writers != 0 && writers != group.size()) differing.push_back(i);
+    if (std::any_of(all.begin(), all.end(), [&](const auto& bits) { return is_set(bits, i); })) {
+      written.push_back(i);
+    }
   }
   // Every rank's own view: what it has written, or what all had after the last step.
   std::vector<std::uint64_t> sums;
-  sums.reserve(differing.size());
-  for (const std::size_t i : differing) sums.push_back(pager_.checksum(*pages_[i]));
+  sums.reserve(written.size());
+  for (const std::size_t i : written) sums.push_back(pager_.checksum(*pages_[i]));
   const auto seen = gather_words(group, sums);
-  for (std::size_t at = 0; at < differing.size(); ++at) {
-    const bool same = std::all_of(seen.begin(), seen.end(),
-                                  [&](const auto& one) { return one[at] == seen[0][at]; });
-    if (same) continue;
+  for (std::size_t at = 0; at < written.size(); ++at) {
+    std::vector<std::size_t> others;  // with values that rank 0 does not have
     std::vector<std::size_t> wrote;
     std::vector<std::size_t> did_not;
     for (std::size_t rank = 0; rank < all.size(); ++rank) {
-      (is_set(all[rank], differing[at]) ? wrote : did_not).push_back(rank);
+      if (seen[rank][at] != seen[0][at]) others.push_back(rank);
+      (is_set(all[rank], written[at]) ? wrote : did_not).push_back(rank);
+    }
+    if (others.empty()) continue;
+    const std::string& name = pages_[written[at]]->name();
+    if (did_not.empty()) {
+      throw WritesDiffer(fmt::format(
+          "parameter '{}' was written in place on all ranks since the last step(), with other "
+          "values on {} than on rank 0: make the same write on every rank and call {} again",
+          name, ranks_text(others), call));
     }
     throw WritesDiffer(fmt::format(
         "parameter '{}' was written in place on {} since the last step(), and not on {}: make the "
         "same write on every rank, or undo it, and call {} again",
-        pages_[differing[at]]->name(), ranks_text(wrote), ranks_text(did_not), call));
+        name, ranks_text(wrote), ranks_text(did_not), call));
   }
 }
 

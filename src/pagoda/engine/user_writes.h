@@ -29,9 +29,12 @@ class UserWrites {
 
   /// A number that tells sets of pages apart.
   std::uint64_t hash() const noexcept;
-  /// Where hashes differ: WritesDiffer on all ranks, with the parameter and the ranks, if one was
-  /// written on some ranks only and is not the same on all any more. (What was put back counts as
-  /// not written.) `call`: what is refused, as the message has it. A collective of the group.
+  /// Whether there is one.
+  bool any() const noexcept;
+  /// Where any rank has some: WritesDiffer on all ranks, with the parameter and the ranks, if one
+  /// that was written is not the same on all ranks any more. (What was put back counts as not
+  /// written.) Reads the written pages once, on this rank, and no others. `call`: what is refused,
+  /// as the message has it. A collective of the group.
   void require_same(comm::Group& group, std::string_view call) const;
 
  private:

@@ -45,7 +45,7 @@ void Homes::copy_in(PageRecord& page, const std::byte* bytes) {
   stream_->synchronize();
 }
 
-std::uint64_t Homes::checksum(const PageRecord& page) {
+std::uint64_t Homes::checksum(const PageRecord& page, bool of_own_copy) {
   // In blocks, so that it does not depend on how much is staged at a time.
   constexpr Bytes kBlock = 4_KiB;
   std::uint64_t sum = 0;
@@ -55,9 +55,13 @@ std::uint64_t Homes::checksum(const PageRecord& page) {
   const Bytes most = std::max(kBlock, align_down(options_.staging, kBlock));
   for (Bytes done = 0; done < page.bytes();) {
     const Bytes piece = std::min({most, options_.staging, page.bytes() - done});
-    stream_->copy_async(staging_.data(), page.device_block().on(*stream_) + done, piece,
-                        device::Direction::DeviceToHost, page.name());
-    stream_->synchronize();
+    if (of_own_copy) {
+      tiers_.read(page.own_copy, done, {staging_.data(), piece});
+    } else {
+      stream_->copy_async(staging_.data(), page.device_block().on(*stream_) + done, piece,
+                          device::Direction::DeviceToHost, page.name());
+      stream_->synchronize();
+    }
     for (Bytes at = 0; at < piece; at += kBlock) {
       sum = sum * 0x9E3779B97F4A7C15U +
             io::checksum({staging_.data() + at, std::min(kBlock, piece - at)});

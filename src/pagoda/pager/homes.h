@@ -46,8 +46,8 @@ class Homes {
   void keep_before(PageRecord& page, Lock& lock);
   /// The resident copy, which is pinned, becomes what is at `bytes` in device memory.
   void copy_in(PageRecord& page, const std::byte* bytes);
-  /// Of the resident copy, which is pinned.
-  std::uint64_t checksum(const PageRecord& page);
+  /// Of the resident copy, which is pinned, or of this rank's own one.
+  std::uint64_t checksum(const PageRecord& page, bool of_own_copy);
   /// What user code has written, and write_back() has kept apart, becomes what home has. True if
   /// there was something.
   bool publish(PageRecord& page, Lock& lock);

@@ -325,9 +325,19 @@ void Pager::forget_user_writes(std::span<Page* const> pages) {
 }
 
 std::uint64_t Pager::checksum(Page& page) {
+  {
+    // What was written and evicted is compared where it lies: nothing leaves the device for it.
+    Lock lock = parts_->table.lock();
+    PageRecord& record = record_of(page);
+    parts_->table.wait(lock, [&] { return !record.moving(); });
+    if (record.residency == Residency::Absent && record.own_copy) {
+      lock.unlock();
+      return parts_->homes.checksum(record, true);
+    }
+  }
   const Access access{&page, false};
   const Pin pin = touch({&access, 1}, 0, nullptr);
-  return parts_->homes.checksum(record_of(page));
+  return parts_->homes.checksum(record_of(page), false);
 }
 
 std::vector<std::string> Pager::take_reported_writes() {

@@ -150,7 +150,8 @@ class Pager {
   /// Of each of these pages: whether user code has written to it since the last call of the second.
   std::vector<bool> written_by_user(std::span<Page* const> pages) const;
   void forget_user_writes(std::span<Page* const> pages);
-  /// Of the page's bytes as operators of this rank see them: brings it to the device.
+  /// Of the page's bytes as operators of this rank see them: brings it to the device, unless it was
+  /// written and evicted.
   std::uint64_t checksum(Page& page);
   /// Pages that raw pointers have written to where their hold says that this is told, or refused.
   std::vector<std::string> take_reported_writes();

@@ -84,6 +84,7 @@ TEST(ConfigJson, EveryValueSurvivesTheWayThereAndBack) {
   config.lookup_in_place = 79;
   config.bucket = 4097;
   config.timeout = 1.0 / 7;
+  config.join_timeout = 2.0 / 7;
   config.heartbeat = 1e-9;
   config.check_order = true;
   config.trace = "/tmp/trace.json";

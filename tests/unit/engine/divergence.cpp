@@ -275,6 +275,35 @@ TEST_P(DifferentWrites, AreAnErrorOfWhateverTakesThemOutOfTheEngine) {
   EXPECT_THAT(ended, Each(IsEmpty()));
 }
 
+TEST_P(DifferentWrites, OnAllRanksAreAnErrorThatNamesThoseThatDiffer) {
+  const auto ended = run_ranks(3, [&](auto world) {
+    SmallRank rank(plain(GetParam()), world);
+    rank.attach();
+    rank.backward(0);
+    rank.step();
+    rank.write(0, 3);
+    rank.write(2, rank.rank() == 1 ? 5 : 6);
+    const std::string who =
+        "parameter 'page 2' was written in place on all ranks since the last step(), with other "
+        "values on rank 1 than on rank 0: make the same write on every rank and call ";
+    EXPECT_THAT(thrown_by([&] { rank.step(); }), HasSubstr(who + "step() again"));
+    EXPECT_THAT(thrown_by([&] { rank.runtime().begin_call("save_pretrained"); }),
+                HasSubstr(who + "save_pretrained() again"));
+    EXPECT_THAT(thrown_by([&] { rank.runtime().release([] {}); }),
+                HasSubstr(who + "release() again"));
+    if (rank.rank() == 1) rank.write(2, 1);
+    rank.backward(1);
+    rank.step();
+    rank.write(2, rank.rank() == 1 ? 5 : 6);
+    rank.backward(2);  // updates of the others begin in it
+    EXPECT_THAT(thrown_by([&] { rank.step(); }), HasSubstr(who + "step() again"));
+    if (rank.rank() == 1) rank.write(2, 1);
+    rank.step();
+    rank.release();
+  });
+  EXPECT_THAT(ended, Each(IsEmpty()));
+}
+
 INSTANTIATE_TEST_SUITE_P(Zero, DifferentWrites, testing::Range(0U, 4U),
                          testing::PrintToStringParamName());
 
