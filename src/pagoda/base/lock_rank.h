@@ -13,6 +13,7 @@ enum class LockRank : std::uint8_t {
   Enders,
   Observer,
   ListOperators,
+  EngineCalls,
   PlainPasses,
   Gradients,
   ActivationStore,

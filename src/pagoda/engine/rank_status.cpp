@@ -2,10 +2,12 @@
 #include "pagoda/engine/rank_status.h"
 
 #include <algorithm>
+#include <fstream>
 #include <utility>
 
 #include <fmt/format.h>
 #include <pthread.h>
+#include <unistd.h>
 
 namespace pagoda::engine {
 namespace {
@@ -27,6 +29,15 @@ bool is_idle(const comm::PeerNote& peer, Nanos timeout) {
   return !peer.left && place_in(peer.note) == 'o' && peer.unchanged >= timeout;
 }
 
+/// For how long the thread was ready to run while others had the cores; 0 where the kernel does not
+/// say.
+Nanos queued(pid_t thread) {
+  std::ifstream file(fmt::format("/proc/self/task/{}/schedstat", thread));
+  Nanos ran = 0;
+  Nanos waited = 0;
+  return file >> ran >> waited ? waited : 0;
+}
+
 double in_seconds(Nanos time) {
   return static_cast<double>(time) / 1e9;
 }
@@ -42,6 +53,7 @@ void RankStatus::here() {
   const bool known = ::pthread_getcpuclockid(::pthread_self(), &clock) == 0;
   const std::lock_guard lock(mutex_);
   clock_ = known ? std::optional(clock) : std::nullopt;
+  thread_ = ::gettid();
 }
 
 void RankStatus::enter(std::string where) {
@@ -74,18 +86,20 @@ std::string RankStatus::text() const {
   return fmt::format("outside of the engine, after step() {}", taken);
 }
 
-/// Whether the thread that trains has used a core since the last note.
+/// Whether the thread that trains has used a core since the last note, or waited for one.
 bool RankStatus::thread_computes() {
   std::optional<clockid_t> clock;
+  pid_t thread = 0;
   {
     const std::lock_guard lock(mutex_);
     clock = clock_;
+    thread = thread_;
   }
   const Nanos now = now_ns();
   const Nanos passed = now - std::exchange(looked_, now);
   timespec time{};
   if (!clock || ::clock_gettime(*clock, &time) != 0) return false;  // the thread has ended
-  const Nanos cpu = static_cast<Nanos>(time.tv_sec) * 1'000'000'000 + time.tv_nsec;
+  const Nanos cpu = static_cast<Nanos>(time.tv_sec) * 1'000'000'000 + time.tv_nsec + queued(thread);
   const Nanos used = cpu - std::exchange(cpu_, cpu);
   return in_seconds(used) >= kComputes * in_seconds(passed);
 }
@@ -119,10 +133,15 @@ std::optional<std::string> RankStatus::idle_peer(std::span<const comm::PeerNote>
       in_seconds(idle->unchanged));
 }
 
-bool RankStatus::all_idle(std::span<const comm::PeerNote> peers, Nanos timeout) {
-  return std::all_of(peers.begin(), peers.end(), [&](const comm::PeerNote& peer) {
-    return peer.left || place_in(peer.note) == 'e' || is_idle(peer, timeout);
-  });
+RankStatus::Others RankStatus::others(std::span<const comm::PeerNote> peers, Nanos timeout) {
+  const auto idle = [&](const comm::PeerNote& peer) { return is_idle(peer, timeout); };
+  const auto busy = [&](const comm::PeerNote& peer) {
+    return !peer.left && place_in(peer.note) != 'e' && !idle(peer);
+  };
+  if (std::any_of(peers.begin(), peers.end(), busy)) return Others::Busy;
+  const auto left = [](const comm::PeerNote& peer) { return peer.left; };
+  if (std::any_of(peers.begin(), peers.end(), left)) return Others::Gone;
+  return std::any_of(peers.begin(), peers.end(), idle) ? Others::Idle : Others::Closing;
 }
 
 }  // namespace pagoda::engine

@@ -59,8 +59,14 @@ class RankStatus {
   static std::optional<std::string> idle_peer(std::span<const comm::PeerNote> peers,
                                               const std::string& here, int rank, Nanos waited,
                                               Nanos timeout);
-  /// Whether nobody who has not ended does anything any more.
-  static bool all_idle(std::span<const comm::PeerNote> peers, Nanos timeout);
+  /// What the other ranks do, for one that waits for them to end.
+  enum class Others : std::uint8_t {
+    Busy,     ///< some work
+    Closing,  ///< all are in close(), too
+    Idle,     ///< some are alive, outside of the engine, and have done nothing for `timeout`
+    Gone,     ///< some have left, and none works
+  };
+  static Others others(std::span<const comm::PeerNote> peers, Nanos timeout);
 
  private:
   enum class Place : char { Outside = 'o', Inside = 'i', Ended = 'e' };
@@ -74,6 +80,7 @@ class RankStatus {
   Place place_ = Place::Outside;    // guarded by mutex_
   std::string where_;               // guarded by mutex_: of the call
   std::optional<clockid_t> clock_;  // guarded by mutex_: of the thread that trains
+  pid_t thread_ = 0;                // guarded by mutex_: that one
   std::atomic<std::uint64_t> steps_{0};
 
   // The watch's thread alone.

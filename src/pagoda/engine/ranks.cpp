@@ -48,7 +48,7 @@ void Ranks::look_at_others(std::span<const comm::PeerNote> notes) {
       std::chrono::nanoseconds(std::chrono::duration_cast<std::chrono::nanoseconds>(
                                    std::chrono::duration<double>(watching_.timeout)))
           .count();
-  others_idle_.store(RankStatus::all_idle(notes, timeout));
+  others_.store(RankStatus::others(notes, timeout));
   const auto idle =
       RankStatus::idle_peer(notes, status_.in_call().value_or(watching_.in_backward()), rank(),
                             watching_.waited(), timeout);

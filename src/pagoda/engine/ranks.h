@@ -55,8 +55,8 @@ class Ranks {
   void watch(Watching watching);
   RankStatus& status() noexcept { return status_; }
   const RankStatus& status() const noexcept { return status_; }
-  /// Whether nobody who has not ended does anything any more.
-  bool others_idle() const noexcept { return others_idle_.load(); }
+  /// As the watch has seen it last.
+  RankStatus::Others others() const noexcept { return others_.load(); }
 
   /// This rank's engine was not made: the others may be waiting for it to connect.
   void give_up(const std::string& why);
@@ -73,7 +73,7 @@ class Ranks {
   const unsigned number_;  // of this engine, among those of its world
   Failure failure_;        // before every thread that may fail, and after it
   RankStatus status_;
-  std::atomic<bool> others_idle_{false};
+  std::atomic<RankStatus::Others> others_{RankStatus::Others::Busy};
   std::unique_ptr<comm::Group> calls_;
   std::unique_ptr<comm::Group> control_;
   std::unique_ptr<comm::Group> gradients_;

@@ -82,7 +82,7 @@ std::string Runtime::close(const std::function<void()>& give_back) noexcept {
 }
 
 /// Other ranks may still read this one's shards: it stays until they have ended, too, or do nothing
-/// any more.
+/// any more for as long as `timeout` says.
 void Runtime::wait_for_others_to_close() {
   failure_.check();
   if (alone()) return;
@@ -91,7 +91,14 @@ void Runtime::wait_for_others_to_close() {
   ranks_.status().ends(where);
   failure_.post_end(where);
   reducer_->announce(in_call(Call::Close));
-  while (!reducer_->met() && !failed() && !ranks_.others_idle()) std::this_thread::sleep_for(kLook);
+  using Others = RankStatus::Others;
+  const Stopwatch watch;
+  const auto in_vain = [&] {
+    const Others others = ranks_.others();
+    const double waited = static_cast<double>(watch.elapsed_ns()) / 1e9;
+    return others == Others::Gone || (others == Others::Idle && waited >= config_.timeout);
+  };
+  while (!reducer_->met() && !failed() && !in_vain()) std::this_thread::sleep_for(kLook);
   failure_.check();
   if (!reducer_->met()) throw EngineError("the other ranks are not in close()");
 }

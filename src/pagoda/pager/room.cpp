@@ -68,7 +68,9 @@ bool Room::bring(std::span<const Access> accesses, Lock& lock) {
   for (const Access& access : accesses) {
     PageRecord& page = record_of(*access.page);
     if (page.residency == Residency::Resident && !page.current()) {
-      if (page.holds > 0) {  // its pointer is in use: the new bytes come to the same place
+      // Its pointer is in use, by a hold or an operator of another thread: the new bytes come to
+      // the same place. (One of the pins is that of who wants it.)
+      if (page.holds > 0 || page.pins > 1) {
         copies_.reuse(page, lock);
         fetcher_.start(page, Priority::Urgent, lock);
         continue;

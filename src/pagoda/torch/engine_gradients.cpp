@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Gradients on their way from autograd to the runtime: passes, hooks, and what of p.grad is whose.
 #include <algorithm>
+#include <chrono>
+#include <thread>
 #include <utility>
 
 #include <ATen/Functions.h>
@@ -100,10 +102,12 @@ void Engine::Impl::end_pass_events() {
 }
 
 void Engine::Impl::backward(const at::Tensor& loss, std::optional<bool> last) {
+  const Calling calling(*this, "backward()");
   runtime_->check();
   PAGODA_REQUIRE(!parameters_.empty(), "no model is attached: call attach() first");
   end_failed_pass();
   keep_hooks();
+  check_storages();
   for (const Parameter& parameter : parameters_) {
     const auto alive = parameter.tensor.lock();
     if (alive != nullptr && alive->requires_grad()) require_none_set(parameter);
@@ -132,6 +136,7 @@ void Engine::Impl::backward(const at::Tensor& loss, std::optional<bool> last) {
 }
 
 void Engine::Impl::zero_grad() {
+  const Calling calling(*this, "zero_grad()");
   runtime_->zero_grad();  // throws before anything is dropped
   drop_gradients();
   backwards_ = 0;
@@ -151,6 +156,7 @@ bool Engine::Impl::has_gradients() {
 }
 
 double Engine::Impl::grad_norm() {
+  const Calling calling(*this, "grad_norm()");
   PAGODA_REQUIRE(!parameters_.empty(), "no model is attached: call attach() first");
   end_last_pass();
   take_set_gradients();
@@ -238,6 +244,42 @@ void Engine::Impl::require_one_pass(const Parameter& parameter) const {
                  parameter.name);
 }
 
+/// A call that needs all gradients came while another thread's loss.backward() runs. (One that has
+/// failed is under way until autograd's threads have let go of it.)
+void Engine::Impl::require_no_other_pass() const {
+  constexpr auto kPatience = std::chrono::seconds(2);
+  int open = torch::kNoPass;
+  {
+    const std::lock_guard lock(pass_events_->mutex);
+    open = pass_events_->open;
+  }
+  if (open == torch::kNoPass || torch::in_backward()) return;
+  const auto until = std::chrono::steady_clock::now() + kPatience;
+  while (torch::Passes::instance().under_way(open)) {
+    PAGODA_REQUIRE(std::chrono::steady_clock::now() < until,
+                   "a backward pass runs on another thread: one engine's calls and passes come "
+                   "one after the other");
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
+
+/// One thread at a time; a hook may call from inside.
+Engine::Impl::Calling::Calling(Impl& engine, const char* call) : engine_(engine) {
+  const std::lock_guard lock(engine.calls_mutex_);
+  const auto here = std::this_thread::get_id();
+  PAGODA_REQUIRE(engine.calls_ == 0 || engine.caller_ == here,
+                 "{} came while another thread is in {}: one engine's calls come one after the "
+                 "other",
+                 call, engine.call_);
+  if (engine.calls_++ == 0) engine.call_ = call;
+  engine.caller_ = here;
+}
+
+Engine::Impl::Calling::~Calling() {
+  const std::lock_guard lock(engine_.calls_mutex_);
+  --engine_.calls_;
+}
+
 /// Where loss.backward() was called and not ours, nobody has multiplied the loss, and step() would
 /// divide all the same.
 void Engine::Impl::require_scaled_loss(const Parameter& parameter, const at::Tensor& tensor) const {
@@ -260,7 +302,7 @@ void Engine::Impl::drop_gradients() {
   untaken_ = nullptr;
   for (Parameter& parameter : parameters_) {
     if (parameter.fired == 0 && !parameter.left && !parameter.late) continue;
-    parameter.fired = parameter.taken = parameter.most = 0;
+    parameter.fired = parameter.taken = 0;
     parameter.left = parameter.late = false;
     if (auto alive = parameter.tensor.lock()) {
       dropped.push_back(std::exchange(at::Tensor(std::move(alive)).mutable_grad(), at::Tensor()));
@@ -277,7 +319,7 @@ void Engine::Impl::backward_failed() {
   untaken_ = nullptr;
   for (Parameter& parameter : parameters_) {
     parameter.left = parameter.left || parameter.fired > 0;
-    parameter.fired = parameter.taken = parameter.most = 0;
+    parameter.fired = parameter.taken = 0;
   }
 }
 
@@ -324,16 +366,14 @@ void Engine::Impl::gradient_ready(std::size_t index, const at::Tensor& tensor) {
     return;
   }
   torch::Passes& passes = torch::Passes::instance();
-  const torch::Outstanding outstanding = passes.accumulated(tensor, *parameter.storage->page());
-  if (outstanding != torch::Outstanding::Nothing) passes.listen(pass_events_);
-  if (is_last(parameter, tensor, outstanding)) take_gradient(index, tensor);
+  const bool complete = passes.accumulated(tensor, *parameter.storage->page());
+  if (!complete) passes.listen(pass_events_);
+  if (claim(parameter, tensor, complete)) take_gradient(index, tensor);
 }
 
-/// Counts a gradient that has been accumulated; whether it is the last of this pass. If not it
-/// stays where torch adds the next to it.
-bool Engine::Impl::is_last(Parameter& parameter, const at::Tensor& tensor,
-                           torch::Outstanding outstanding) {
-  const std::uint64_t running = torch::Passes::running_function();
+/// Counts a gradient that has been accumulated; whether it is to be taken now. If not it stays
+/// where torch adds the next to it.
+bool Engine::Impl::claim(Parameter& parameter, const at::Tensor& tensor, bool complete) {
   const std::lock_guard lock(gradient_mutex_);
   ++parameter.fired;
   if (parameter.taken > 0) {
@@ -341,21 +381,12 @@ bool Engine::Impl::is_last(Parameter& parameter, const at::Tensor& tensor,
     parameter.unforeseen = !torch::Passes::instance().distrust_running_functions();
     throw UserError(fmt::format(
         "parameter '{}' got another gradient in one backward() after its gradient had been handed "
-        "on: a custom autograd function uses it in backward() and not in forward(), or runs more "
-        "passes of its own than before. From now on gradients wait for that function. Drop this "
-        "step with zero_grad(), or, where its updates have begun, call step()",
+        "on: a custom autograd function uses it in backward() and not in forward(). From now on "
+        "gradients wait for that function. Drop this step with zero_grad(), or, where its updates "
+        "have begun, call step()",
         parameter.name));
   }
-  parameter.in_function =
-      running != 0 && running == parameter.function ? parameter.in_function + 1 : 1;
-  parameter.function = running;
-  parameter.most = std::max(parameter.most, parameter.in_function);
-  if (parameter.unforeseen) return false;
-  // A function that runs several passes of its own gives a gradient in each, perhaps.
-  const bool last = outstanding == torch::Outstanding::Nothing ||
-                    (outstanding == torch::Outstanding::RunningFunction &&
-                     parameter.in_function == parameter.expected);
-  if (!last) return false;
+  if (!complete || parameter.unforeseen) return false;
   parameter.taken = parameter.fired;  // function_ended(), on another thread, leaves it alone
   return true;
 }
@@ -412,7 +443,7 @@ void Engine::Impl::function_ended(const torch::CustomFunctions::Pages* pages) no
     const at::Tensor tensor(std::move(alive));
     const pager::Page& page = *parameters_[index].storage->page();
     torch::Passes& passes = torch::Passes::instance();
-    if (passes.outstanding(tensor, page) != torch::Outstanding::Nothing) continue;
+    if (!passes.is_complete(tensor, page)) continue;
     {
       const std::lock_guard lock(gradient_mutex_);
       Parameter& parameter = parameters_[index];
@@ -516,6 +547,7 @@ void Engine::Impl::push(optim::TrainedPage& page, at::Tensor flat, std::vector<b
 
 /// Whether a pass of the user's has failed since. Where none can be under way, none is.
 bool Engine::Impl::forget_failed_passes() {
+  require_no_other_pass();
   const std::lock_guard lock(pass_events_->mutex);
   bool failed = std::exchange(pass_events_->failed, false);
   if (!torch::in_backward()) {
@@ -548,8 +580,7 @@ void Engine::Impl::end_of_backward() {
     }
     const std::lock_guard lock(gradient_mutex_);
     parameter.left = false;
-    parameter.expected = std::max(parameter.expected, parameter.most);
-    parameter.fired = parameter.taken = parameter.most = 0;
+    parameter.fired = parameter.taken = 0;
   }
   std::unordered_map<const optim::TrainedPage*, Partial> partial;
   {
@@ -563,6 +594,7 @@ void Engine::Impl::end_of_backward() {
 }
 
 at::Tensor Engine::Impl::grad(const at::Tensor& tensor) {
+  const Calling calling(*this, "grad()");
   torch::PageStorage* storage = find(tensor);
   PAGODA_REQUIRE(storage != nullptr, "the tensor is no parameter of this engine");
   end_last_pass();

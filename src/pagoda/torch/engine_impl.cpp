@@ -235,7 +235,13 @@ void Engine::Impl::storage_exchanged(std::size_t index) {
   auto alive = parameter.tensor.lock();
   if (alive == nullptr) return;
   const at::Tensor tensor(std::move(alive));
-  if (find(tensor) != nullptr) return;
+  if (const torch::PageStorage* known = find(tensor)) {
+    PAGODA_REQUIRE(known == parameter.storage,
+                   "parameter '{}' was given the storage of page '{}' (.data =, set_): give it a "
+                   "copy of the values (p.data = q.data.clone())",
+                   parameter.name, known->page()->name());
+    return;
+  }
   pager::Page& page = *parameter.storage->page();
   const at::DisableRecordFunctionGuard unseen;
   PAGODA_REQUIRE(
@@ -246,6 +252,7 @@ void Engine::Impl::storage_exchanged(std::size_t index) {
       "set_, to(), half()): release() the model, which keeps the values that it has now, and "
       "attach() it again",
       parameter.name);
+  follow_layout(parameter, tensor);
   log::info("torch", "a parameter's storage was exchanged", {{"parameter", parameter.name}});
   if (const auto stream = consumer()) stream->synchronize();
   runtime_->pager().overwrite(page, static_cast<const std::byte*>(tensor.storage().data()));
@@ -259,6 +266,17 @@ void Engine::Impl::storage_exchanged(std::size_t index) {
   storages_.erase(old);
   torch::StorageTable::instance().insert(storage->key(), *storage);
   storages_[storage->key()] = std::move(storage);
+}
+
+/// Gradients and state lie in the order of the storage: another one is for before there are any.
+void Engine::Impl::follow_layout(Parameter& parameter, const at::Tensor& tensor) const {
+  if (tensor.strides() == c10::IntArrayRef(parameter.strides)) return;
+  PAGODA_REQUIRE(!stepped_ && !parameter.given,
+                 "parameter '{}' was given another memory layout after the first step "
+                 "(to(memory_format=…), .data = p.data.t()): do that before attach(), or "
+                 "release() the model and attach() it again",
+                 parameter.name);
+  parameter.strides = tensor.strides().vec();
 }
 
 /// Forgets storages that have died; the pager has been told by them.
@@ -350,6 +368,7 @@ torch::PageStorage& Engine::Impl::adopt_of(const std::vector<NamedTensor>& model
 
 void Engine::Impl::attach(const std::vector<NamedTensor>& model, std::vector<ParameterGroup> groups,
                           const std::vector<NamedTensor>& buffers) {
+  const Calling calling(*this, "attach()");
   runtime_->check();
   PAGODA_REQUIRE(parameters_.empty(), "a model is attached already: release() it first");
   std::vector<at::Tensor> given;
@@ -434,6 +453,7 @@ engine::ModelSpec Engine::Impl::describe(const std::vector<NamedTensor>& model,
     Parameter& parameter = parameters_.emplace_back(one.tensor);
     parameter.name = one.name;
     parameter.storage = one.storage;
+    parameter.strides = one.tensor.strides().vec();
     parameter.in_page = one.in_page;
     given.push_back(one.tensor);
     if (!one.frozen()) continue;
@@ -479,6 +499,7 @@ void Engine::Impl::forget_parameters() {
     }
   }
   parameters_.clear();
+  stepped_ = false;
   frozen_.clear();
   of_page_.clear();
 }
@@ -499,16 +520,22 @@ void Engine::Impl::keep_hooks() {
 
 void Engine::Impl::check_storages() {
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    const Parameter& parameter = parameters_[i];
+    Parameter& parameter = parameters_[i];
     const auto alive = parameter.tensor.lock();
     if (alive == nullptr || (parameter.frozen && !alive->requires_grad())) continue;
     if (alive->unsafe_storage().unsafeGetStorageImpl() != parameter.storage->key()) {
       storage_exchanged(i);  // no operator has used it since
     }
+    follow_layout(parameter, at::Tensor(alive));
+    PAGODA_REQUIRE(!parameter.storage->replaced(),
+                   "the memory of parameter '{}' was exchanged under it (share_memory_(), or an "
+                   "extension): share a copy of the model, or release() it first",
+                   parameter.name);
   }
 }
 
 StepReport Engine::Impl::step(bool joining) {
+  const Calling calling(*this, joining ? "join()" : "step()");
   runtime_->check();
   end_last_pass();
   keep_hooks();
@@ -527,6 +554,7 @@ StepReport Engine::Impl::step(bool joining) {
     result = runtime_->step(bumped);
   }
   backwards_ = 0;
+  stepped_ = true;
   for (Parameter& parameter : parameters_) parameter.given = false;
   forget_thawed();
   return {result.step, result.skipped, result.norm.value_or(-1), result.loss_scale};

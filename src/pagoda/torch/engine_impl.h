@@ -5,6 +5,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <thread>
 #include <unordered_map>
 #include <vector>
 
@@ -76,17 +77,14 @@ class Engine::Impl final : public torch::ObserverClient {
     std::size_t in_page = 0;                             // which of the page's parameters
     void* hook = nullptr;                                // ours: checked at each step
     std::unique_ptr<torch::AttachedParameter> attached;  // in the observer's table
+    std::vector<std::int64_t> strides;                   // which gradients and state follow
     const c10::TensorImpl* key = nullptr;                // …under this, dead or alive
     // Guarded by gradient_mutex_, as is all below, while a pass is under way.
-    std::size_t fired = 0;        // in this pass: how often a gradient has been accumulated
-    std::size_t taken = 0;        // of `fired`, when somebody began to take its gradient
-    std::uint64_t function = 0;   // the custom function that was running then; 0: none
-    std::size_t in_function = 0;  // of `fired`, while it was
-    std::size_t most = 0;         // …in any function of this pass
-    std::size_t expected = 0;     // …of the passes before; 0: not known yet
-    bool given = false;           // it has a gradient in this step
-    bool left = false;            // p.grad has what a pass that failed has left there
-    bool unforeseen = false;      // it came again, nobody knows why: taken when the pass ends
+    std::size_t fired = 0;    // in this pass: how often a gradient has been accumulated
+    std::size_t taken = 0;    // of `fired`, when somebody began to take its gradient
+    bool given = false;       // it has a gradient in this step
+    bool left = false;        // p.grad has what a pass that failed has left there
+    bool unforeseen = false;  // it came again, nobody knows why: taken when the pass ends
     // Of one that was frozen at attach() and that step() has not agreed to train yet: see
     // docs/notes/thaw.md.
     std::optional<std::size_t> frozen;  // its place among them, as the runtime knows it
@@ -114,6 +112,18 @@ class Engine::Impl final : public torch::ObserverClient {
 
   /// What the engine is told of backward passes that reach its parameters.
   class PassEvents;
+
+  /// A call that must not come while another thread is in one.
+  class Calling {
+   public:
+    Calling(Impl& engine, const char* call);
+    Calling(const Calling&) = delete;
+    Calling& operator=(const Calling&) = delete;
+    ~Calling();
+
+   private:
+    Impl& engine_;
+  };
 
   /// A storage whose bytes went to the engine's device, and the one that has them there.
   struct Moved {
@@ -159,13 +169,14 @@ class Engine::Impl final : public torch::ObserverClient {
                                         const at::Tensor& grad);
   void require_none_set(const Parameter& parameter) const;
   void require_one_pass(const Parameter& parameter) const;
+  void require_no_other_pass() const;
   void take_set_gradients();
   void require_scaled_loss(const Parameter& parameter, const at::Tensor& tensor) const;
   void push(optim::TrainedPage& page, at::Tensor flat, std::vector<bool> present,
             bool late = false);
   std::shared_ptr<PassEvents> make_pass_events();
   void end_pass_events();
-  bool is_last(Parameter& parameter, const at::Tensor& tensor, torch::Outstanding outstanding);
+  bool claim(Parameter& parameter, const at::Tensor& tensor, bool complete);
   void join_plain_pass();
   void plain_pass_ended();
   void function_ended(const torch::CustomFunctions::Pages* pages) noexcept;
@@ -183,6 +194,7 @@ class Engine::Impl final : public torch::ObserverClient {
   void set_hook(std::size_t index, const at::Tensor& tensor);
   void keep_hooks();
   void check_storages();
+  void follow_layout(Parameter& parameter, const at::Tensor& tensor) const;
   void sweep();
   torch::PageStorage* find(const at::Tensor& tensor) const;
   void bump(pager::Page& page);
@@ -202,11 +214,16 @@ class Engine::Impl final : public torch::ObserverClient {
   bool failed_ = false;  // guarded by gradient_mutex_: a pass, and what it left is not handed on
   std::exception_ptr untaken_;  // guarded by gradient_mutex_: why a complete gradient was not taken
   RankedMutex<LockRank::Gradients> gradient_mutex_;
+  RankedMutex<LockRank::EngineCalls> calls_mutex_;
+  unsigned calls_ = 0;                       // guarded by calls_mutex_: one inside the other
+  std::thread::id caller_;                   // guarded by calls_mutex_
+  const char* call_ = nullptr;               // guarded by calls_mutex_: the outermost
   std::atomic<int> pass_{-1};                // the backward pass under way, where it is ours
   std::atomic<bool> loss_is_scaled_{false};  // of others, by whoever begins them
   std::unordered_map<void*, std::shared_ptr<device::Stream>> streams_;  // guarded by stream_mutex_
   RankedMutex<LockRank::TorchStreams> stream_mutex_;
   unsigned backwards_ = 0;  // since the last step
+  bool stepped_ = false;    // since attach()
   std::size_t births_ = 0;
   std::size_t births_since_sweep_ = 0;
 };

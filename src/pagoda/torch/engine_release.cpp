@@ -82,6 +82,7 @@ void Engine::Impl::make_plain(PlainCopy& copy) {
 }
 
 void Engine::Impl::release(const std::vector<at::Tensor>& model) {
+  const Calling calling(*this, "release()");
   require_whole_model(model);
   drop_gradients();  // of a backward without its step: they go with the states
   std::vector<PlainCopy> copies;

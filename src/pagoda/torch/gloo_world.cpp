@@ -384,9 +384,12 @@ std::shared_ptr<comm::World> world_from_env(const GlooOptions& options) {
   store_options.waitWorkers = false;  // the first group waits for everyone
   store_options.multiTenant = true;   // the process's own torch.distributed may have this store too
   store_options.timeout = options.join_timeout;
-  // The number of worlds this process has made: their keys must not meet.
+  // The number of worlds this process has made, and of the attempt where torchrun restarts ranks
+  // over one store: their keys must not meet.
   static std::atomic<int> worlds = 0;
-  const std::string prefix = fmt::format("pagoda/{}", worlds.fetch_add(1));
+  const char* restarts = std::getenv("TORCHELASTIC_RESTART_COUNT");
+  const std::string prefix =
+      fmt::format("pagoda/{}/{}", restarts != nullptr ? restarts : "0", worlds.fetch_add(1));
   try {
     auto store = c10::make_intrusive<::c10d::PrefixStore>(
         prefix, c10::make_intrusive<::c10d::TCPStore>(address, store_options));

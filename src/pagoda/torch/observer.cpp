@@ -130,11 +130,12 @@ bool applies_function(const at::RecordFunction& function) {
          std::strchr(function.name(), ':') == nullptr;
 }
 
-/// Whether autograd's engine evaluates a node of a backward pass, with all its hooks.
+/// Autograd's engine evaluates a node of a backward pass, with all its hooks: the name follows.
+constexpr std::string_view kEvaluation = "autograd::engine::evaluate_function: ";
+
 bool evaluates_node(const at::RecordFunction& function) {
-  constexpr std::string_view kSaid = "autograd::engine::evaluate_function";
   const char* name = function.name();
-  return name[0] == 'a' && name[1] == 'u' && std::string_view(name).starts_with(kSaid);
+  return name[0] == 'a' && name[1] == 'u' && std::string_view(name).starts_with(kEvaluation);
 }
 
 bool on_a_gpu(const HeldPages& held) {
@@ -209,7 +210,9 @@ std::unique_ptr<at::ObserverContext> operator_starts(const at::RecordFunction& f
   if (touching || looking_up) return nullptr;
   BirthScope::operator_starts();  // what was made by the last operator may have become a parameter
   if (StorageTable::instance().empty()) return nullptr;
-  if (evaluates_node(function)) return Passes::instance().node_begins();
+  if (evaluates_node(function)) {
+    return Passes::instance().node_begins(function.name() + kEvaluation.size());
+  }
   const auto inputs = function.inputs();
   HeldPages pages;
   for (const c10::IValue& input : inputs) look(input, false, pages);

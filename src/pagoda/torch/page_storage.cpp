@@ -91,6 +91,12 @@ void PageStorage::end() noexcept {
   tie_->pager = nullptr;
 }
 
+bool PageStorage::replaced() const noexcept {
+  const auto storage = storage_.lock();
+  return tie_ != nullptr && storage != nullptr &&
+         storage->_mutable_data_ptr_no_checks().get_deleter() != &Tie::died;
+}
+
 bool PageStorage::gone() const noexcept {
   return tie_ == nullptr ? !alive() : tie_->told.load(std::memory_order_acquire);
 }

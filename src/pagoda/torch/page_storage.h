@@ -51,6 +51,8 @@ class PageStorage final : public pager::Binding {
   bool alive() const noexcept { return !storage_.expired(); }
   /// The storage, kept alive; null if it has died.
   c10::intrusive_ptr<c10::StorageImpl> lock() const noexcept { return storage_.lock(); }
+  /// Whether somebody has put other memory into the storage than bind() and unbind() did.
+  bool replaced() const noexcept;
   /// The storage is gone, and the pager has been told.
   bool gone() const noexcept;
   pager::Page* page() const noexcept { return page_; }

@@ -2,7 +2,6 @@
 #include "pagoda/torch/passes.h"
 
 #include <algorithm>
-#include <atomic>
 #include <exception>
 #include <functional>
 #include <mutex>
@@ -24,7 +23,9 @@ namespace {
 /// Autograd runs as many passes inside each other on one thread, and further ones on others.
 constexpr std::size_t kDeepest = ::torch::autograd::MAX_DEPTH;
 
-std::atomic<std::uint64_t> functions_run{0};
+/// torch.utils.checkpoint's reentrant kind, and what has been copied from it: their backward runs
+/// one pass, so what that has accumulated does not have to wait for the end of the function.
+constexpr std::string_view kOnePass = "CheckpointFunctionBackward";
 
 }  // namespace
 
@@ -49,11 +50,12 @@ class Passes::Evaluation final : public at::ObserverContext {
 
   int pass = kNoPass;
   const Node* node = nullptr;
-  bool deep = false;           // passes inside it run on another thread
-  bool ran_pass = false;       // one inside it
-  bool trusted = true;         // to run as many passes as before
-  std::uint64_t function = 0;  // its number, if it is a custom function; else 0
-  std::shared_ptr<const CustomFunctions::Pages> pages;  // of that one's forward; null: any
+  bool deep = false;                                    // passes inside it run on another thread
+  bool ran_pass = false;                                // one inside it
+  bool function = false;                                // it is a custom one
+  bool one_pass = false;                                // …that runs no more than one inside it
+  std::string name;                                     // of the function
+  std::shared_ptr<const CustomFunctions::Pages> pages;  // of its forward; null: any
 };
 
 thread_local std::vector<Passes::Evaluation*> Passes::evaluations;
@@ -93,10 +95,11 @@ Passes::Kind Passes::kind_of(const Node& node, const Lock& /*lock*/) {
   return known->second;
 }
 
-void Passes::add_function(Pass& pass, const Node& node, Kind kind, const Lock& /*lock*/) {
+void Passes::add_function(Pass& pass, const Node& node, Kind kind, bool distrusted,
+                          const Lock& /*lock*/) {
   std::shared_ptr<const CustomFunctions::Pages> pages;
   if (kind == Kind::Python) {
-    if (distrusted_.empty() || !distrusted_.contains(node.name())) {
+    if (!distrusted) {
       pages = CustomFunctions::instance().used_by(
           {node.thread_id(), static_cast<std::int64_t>(node.sequence_nr())});
     }
@@ -114,9 +117,16 @@ void Passes::add_function(Pass& pass, const Node& node, Kind kind, const Lock& /
 
 /// Knows the pass that this thread runs from now on, if it did not.
 void Passes::begin(int number) {
+  std::unordered_set<std::string> distrusted;
   {
     const Lock lock(mutex_);
     if (number == kNoPass || passes_.contains(number)) return;
+    distrusted = distrusted_;
+  }
+  const auto& nodes = *::torch::autograd::get_current_graph_task_nodes_in_graph();
+  std::unordered_set<const Node*> suspects;
+  for (const Node* node : nodes) {  // without the lock, for Python's is taken
+    if (!distrusted.empty() && distrusted.contains(node->name())) suspects.insert(node);
   }
   // Without the lock, which its end takes. If another thread sees the pass, too, one end does.
   ::torch::autograd::Engine::get_default_engine().queue_callback(
@@ -146,16 +156,16 @@ void Passes::begin(int number) {
     if (kind == Kind::Accumulation) {
       pass->accumulations.insert(&node);
     } else {
-      add_function(*pass, node, kind, lock);
+      add_function(*pass, node, kind, suspects.contains(&node), lock);
     }
   };
-  for (const Node* node : *::torch::autograd::get_current_graph_task_nodes_in_graph()) add(*node);
+  for (const Node* node : nodes) add(*node);
   // The root is not among them; it is what is evaluated first.
   if (const auto root = ::torch::autograd::get_current_node()) add(*root);
   passes_[number] = std::move(pass);
 }
 
-std::unique_ptr<at::ObserverContext> Passes::node_begins() {
+std::unique_ptr<at::ObserverContext> Passes::node_begins(std::string_view name) {
   auto evaluation = std::make_unique<Evaluation>();
   evaluation->pass = current_pass();
   if (evaluation->pass == kNoPass) return nullptr;
@@ -170,9 +180,10 @@ std::unique_ptr<at::ObserverContext> Passes::node_begins() {
   if (pass == passes_.end()) return nullptr;
   if (const auto function = pass->second->functions.find(node.get());
       function != pass->second->functions.end()) {
-    evaluation->function = ++functions_run;
+    evaluation->function = true;
     evaluation->pages = function->second;
-    evaluation->trusted = distrusted_.empty() || !distrusted_.contains(node->name());
+    evaluation->name = name;
+    evaluation->one_pass = name == kOnePass && !distrusted_.contains(evaluation->name);
   }
   evaluations.push_back(evaluation.get());
   evaluation->deep = evaluations.size() >= kDeepest;
@@ -187,7 +198,7 @@ void Passes::node_ends(at::ObserverContext& context) noexcept {
   {
     const Lock lock(mutex_);
     if (ended.deep) deep_.erase(std::find(deep_.rbegin(), deep_.rend(), ended.pass).base() - 1);
-    if (ended.function == 0) return;
+    if (!ended.function) return;
     const auto found = passes_.find(ended.pass);
     if (found == passes_.end()) return;
     Pass& pass = *found->second;
@@ -268,53 +279,49 @@ int Passes::listen(const std::weak_ptr<PassListener>& listener) {
   return number;
 }
 
-Outstanding Passes::accumulated(const at::Tensor& parameter, const pager::Page& page) {
+bool Passes::accumulated(const at::Tensor& parameter, const pager::Page& page) {
   const auto accumulation = ::torch::autograd::impl::try_get_grad_accumulator(parameter);
   begin(current_pass());
   const Lock lock(mutex_);
   if (const auto pass = passes_.find(current_pass()); pass != passes_.end()) {
     pass->second->accumulations.erase(accumulation.get());
   }
-  return outstanding(accumulation.get(), page, lock);
+  return is_complete(accumulation.get(), page, lock);
 }
 
-Outstanding Passes::outstanding(const at::Tensor& parameter, const pager::Page& page) const {
+bool Passes::is_complete(const at::Tensor& parameter, const pager::Page& page) const {
   const auto accumulation = ::torch::autograd::impl::try_get_grad_accumulator(parameter);
   const Lock lock(mutex_);
-  return outstanding(accumulation.get(), page, lock);
+  return is_complete(accumulation.get(), page, lock);
 }
 
-Outstanding Passes::outstanding(const Node* accumulation, const pager::Page& page,
-                                const Lock& /*lock*/) const {
-  unsigned users = 0;
+bool Passes::is_complete(const Node* accumulation, const pager::Page& page,
+                         const Lock& /*lock*/) const {
+  std::ptrdiff_t users = 0;
   for (const auto& [number, pass] : passes_) {
-    if (pass->accumulations.contains(accumulation)) return Outstanding::More;
+    if (pass->accumulations.contains(accumulation)) return false;
     users += pass->users_of_any;
     if (const auto found = pass->users.find(&page); found != pass->users.end()) {
       users += found->second;
     }
   }
-  if (users == 0) return Outstanding::Nothing;
-  unsigned running = 0;
-  for (const Evaluation* evaluation : evaluations) {
-    if (evaluation->uses(page) && evaluation->trusted) ++running;
-  }
-  return users > running ? Outstanding::More : Outstanding::RunningFunction;
+  // What runs here has accumulated what it will, if it runs one pass only.
+  users -= std::count_if(evaluations.begin(), evaluations.end(),
+                         [&](const Evaluation* one) { return one->one_pass && one->uses(page); });
+  return users <= 0;
 }
 
-std::uint64_t Passes::running_function() noexcept {
-  for (const Evaluation* evaluation : evaluations) {
-    if (evaluation->function != 0) return evaluation->function;
-  }
-  return 0;
+bool Passes::under_way(int pass) const {
+  const Lock lock(mutex_);
+  return passes_.contains(pass);
 }
 
 bool Passes::distrust_running_functions() {
   bool any = false;
   const Lock lock(mutex_);
   for (const Evaluation* evaluation : evaluations) {
-    if (evaluation->function == 0 || kind_of(*evaluation->node, lock) != Kind::Python) continue;
-    distrusted_.insert(evaluation->node->name());
+    if (!evaluation->function || kind_of(*evaluation->node, lock) != Kind::Python) continue;
+    distrusted_.insert(evaluation->name);
     any = true;
   }
   return any;

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <typeindex>
 #include <unordered_map>
 #include <unordered_set>
@@ -38,13 +39,6 @@ class PassListener {
   virtual void pass_failed(int pass) noexcept = 0;
 };
 
-/// What can still add to a parameter's gradient in the passes under way.
-enum class Outstanding : std::uint8_t {
-  Nothing,          ///< the gradient is complete
-  RunningFunction,  ///< only another pass of a custom function that is running on this thread
-  More,             ///< an accumulation in another pass, or a custom function that has not run
-};
-
 /// The backward passes under way in the process, as autograd runs them: which are inside which, and
 /// what is still to come in each. See docs/notes/passes.md.
 ///
@@ -55,7 +49,8 @@ class Passes {
   static Passes& instance();
 
   /// The observer's: on the thread that evaluates the node, one evaluation inside the other.
-  std::unique_ptr<at::ObserverContext> node_begins();
+  /// `name`: the node's. (To ask the node itself takes Python's lock.)
+  std::unique_ptr<at::ObserverContext> node_begins(std::string_view name);
   void node_ends(at::ObserverContext& context) noexcept;
   /// Around a fork: a child starts with none.
   void before_fork();
@@ -66,14 +61,14 @@ class Passes {
   /// Listens to the pass that this thread runs, or to the outermost of those around it, until that
   /// ends; returns its number.
   int listen(const std::weak_ptr<PassListener>& listener);
-  /// The parameter's gradient has been accumulated in the pass that this thread runs: what is left?
-  Outstanding accumulated(const at::Tensor& parameter, const pager::Page& page);
-  Outstanding outstanding(const at::Tensor& parameter, const pager::Page& page) const;
-  /// Which custom function's backward is running on this thread, the outermost: a number of its own
-  /// for each time that one runs; 0: none.
-  static std::uint64_t running_function() noexcept;
+  /// The parameter's gradient has been accumulated in the pass that this thread runs: is it
+  /// complete?
+  bool accumulated(const at::Tensor& parameter, const pager::Page& page);
+  bool is_complete(const at::Tensor& parameter, const pager::Page& page) const;
+  bool under_way(int pass) const;
   /// What forward says of the functions that are running on this thread is not all: from now on
-  /// they may use anything, and gradients wait for their end. False: none is running.
+  /// those of their names may use anything, and gradients wait for their end. False: none is
+  /// running.
   bool distrust_running_functions();
 
  private:
@@ -89,10 +84,9 @@ class Passes {
   void pass_ends(int number);
   void pass_fails(int number) noexcept;
   Kind kind_of(const Node& node, const Lock& lock);
-  void add_function(Pass& pass, const Node& node, Kind kind, const Lock& lock);
+  void add_function(Pass& pass, const Node& node, Kind kind, bool distrusted, const Lock& lock);
   int outermost(int pass, const Lock& lock) const;
-  Outstanding outstanding(const Node* accumulation, const pager::Page& page,
-                          const Lock& lock) const;
+  bool is_complete(const Node* accumulation, const pager::Page& page, const Lock& lock) const;
   std::vector<std::weak_ptr<PassListener>> take_listeners(int pass);
 
   static thread_local std::vector<Evaluation*> evaluations;  // on this thread, the innermost last
