@@ -305,7 +305,7 @@ class Engine:
             raise UserError("a group holds a tensor that is no parameter of the model")
         if len(number_of) != sum(len(group["params"]) for group in resolved):
             raise UserError("a parameter is in two groups, or twice in one")
-        facade = Optimizer(self._handle, resolved, self._take_step, self.zero_grad)
+        facade = Optimizer(self, self._handle, resolved)
         largest = self._clip if clip is None else number("clip", clip)
         with translated():
             self._handle.set_clip(largest)
@@ -319,7 +319,11 @@ class Engine:
             except RuntimeError as error:
                 with suppress(RuntimeError):  # the engine has failed
                     self._handle.set_clip(self._clip)
-                raise error
+                if "release it there first" not in (text := str(error)):
+                    raise
+                raise RuntimeError(text.replace(
+                    "release it there first",
+                    "call release() or close() of that engine first")) from None
         self._model = model
         self._optimizer = facade
         given = [p for group in resolved for p in group["params"]]
