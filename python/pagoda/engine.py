@@ -7,6 +7,7 @@ import json
 import os
 import threading
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -169,12 +170,16 @@ class Engine:
         self._attachment: Attachment | None = None
         self._untrained: UntrainedWatch | None = None
         self._on_release: list[Callable[[], Any]] = []
+        # Micro-batches of the attached model's first step; None: it is made, or its length is meant.
+        self._first_step: int | None = None
         with translated():
             self._device = torch.device(self._handle.device())
             self._several = self._handle.world_size() > 1
         copy_pages()
         watch_regions()
-        self._clip = float(self.config["clip"])  # where attach() says nothing of it
+        config = self.config
+        self._clip = float(config["clip"])  # where attach() says nothing of it
+        self._accumulation = int(config["accumulation"])
 
     def close(self) -> None:
         """Ends the engine: its threads, files and memory go.
@@ -329,6 +334,7 @@ class Engine:
         given = [p for group in resolved for p in group["params"]]
         self._attachment = Attachment(self, given, largest)
         self._untrained = UntrainedWatch(model, given)
+        self._first_step = 0
         return facade
 
     def _groups(self, groups: Iterable[dict[str, Any]], optimizer: str,
@@ -450,6 +456,8 @@ class Engine:
             raise UserError(f"backward(last={last!r}): it takes True, False or None")
         with translated():
             self._handle.backward(loss, last)
+        if self._first_step is not None:
+            self._first_step = None if last else self._first_step + 1
 
     def step(self) -> StepReport:
         """Fixes what the updates need and returns; they run while the next forward does."""
@@ -462,9 +470,23 @@ class Engine:
         self.optimizer.send()
         if self._untrained is not None:
             self._untrained.look()
+        self._check_first_step()
         with translated():
             step, skipped, norm, loss_scale = self._handle.step()
         return StepReport(step, skipped, None if norm < 0 else norm, loss_scale)
+
+    def _check_first_step(self) -> None:
+        """A short last accumulation of an epoch is meant; a short first one is a loop that calls step()
+        after every backward(), as DeepSpeed's do."""
+        count = self._first_step
+        if not count:  # loss.backward() is not counted
+            return
+        self._first_step = None
+        if count < self._accumulation:
+            warnings.warn(
+                f"step() after {count} backward(), and accumulation={self._accumulation}: every call of "
+                f"step() updates the parameters. Call it after {self._accumulation} micro-batches, or "
+                "say backward(loss, last=True) where fewer are meant", stacklevel=2)
 
     def join(self) -> None:
         """This rank has no more data: takes part in the others' steps until all have joined."""
@@ -538,6 +560,8 @@ class Engine:
         self._require_attached()
         with translated():
             self._handle.zero_grad()
+        if self._first_step is not None:
+            self._first_step = 0
 
     def has_gradients(self) -> bool:
         """Whether gradients have come on this rank since the last step."""
