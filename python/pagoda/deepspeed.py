@@ -194,7 +194,7 @@ def initialize(args: Any = None, model: torch.nn.Module | Callable[[], torch.nn.
     keywords = settings.engine_keywords()
     chosen = settings.optimizer_keywords()
     if settings.ignored:
-        warnings.warn("keys of the DeepSpeed configuration that have no effect:\n" + "\n".join(
+        warnings.warn("keys of the DeepSpeed configuration that are missing or have no effect:\n" + "\n".join(
             f"  {path}: {instead}" for path, instead in settings.ignored.items()), stacklevel=2)
     engine = Engine(**{**keywords, "accumulation": accumulation, **engine_keywords})
     if not isinstance(model, torch.nn.Module):
