@@ -27,8 +27,10 @@ from pagoda.copies import copy_pages
 from pagoda.endings import Ending, is_failure, text_of, watch
 from pagoda.errors import EngineError, UserError, translated
 from pagoda.export import save
+from pagoda.keywords import (KINDS, as_json, no_such_optimizer, require_attach_keywords,
+                             require_engine_keywords)
 from pagoda.library import Handle, make_engine
-from pagoda.optimizer import KINDS, Optimizer, constants_of, group_defaults, number
+from pagoda.optimizer import Optimizer, constants_of, group_defaults, number
 from pagoda.pin import Pin
 from pagoda.regions import watch_regions
 from pagoda.stats import Stats
@@ -47,26 +49,6 @@ class StepReport(NamedTuple):
     """Of all gradients before clipping; None where nothing needed it."""
     loss_scale: float
     """Of the next step."""
-
-
-def _plain(value: object) -> object:
-    """A keyword's value as JSON has it."""
-    if isinstance(value, (torch.device, Path)):
-        return str(value)
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value
-
-
-def _as_json(config: dict[str, Any]) -> str:
-    texts = []
-    for key, value in config.items():
-        try:
-            texts.append(f"{json.dumps(key)}: {json.dumps(_plain(value), allow_nan=False)}")
-        except (TypeError, ValueError):
-            raise UserError(f"{key} = {value!r} is not allowed: pagoda.config_keys() says what it "
-                            "takes") from None
-    return f"{{{', '.join(texts)}}}"
 
 
 def _boxed(name: str, group: object) -> Any:
@@ -152,11 +134,12 @@ class Engine:
     ...     engine.release(model)
     """
 
-    def __init__(self, *, group: distributed.ProcessGroup | None = None,
+    def __init__(self, *positional: Any, group: distributed.ProcessGroup | None = None,
                  gradient_group: distributed.ProcessGroup | None = None, **config: Any) -> None:
+        require_engine_keywords(positional, config)
         if group is None and distributed.is_available() and distributed.is_initialized():
             group = distributed.group.WORLD
-        text = _as_json(config)
+        text = as_json(config)
         boxed = _boxed("group", group), _boxed("gradient_group", gradient_group)
         if gradient_group is not None and group is None:
             raise UserError("gradient_group needs torch.distributed to be initialized, or group=")
@@ -189,10 +172,13 @@ class Engine:
         those of an engine that has failed. There is no warning if the model was saved since the last
         step, or when the interpreter exits.
         """
+        if self._optimizer is not None:
+            self._optimizer.retire("the engine has been closed")
         self._forget_model()
         self._end()
 
     def __enter__(self) -> Engine:
+        self._require_open()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
@@ -203,7 +189,8 @@ class Engine:
 
     def _forget_model(self) -> None:
         if self._optimizer is not None:
-            self._optimizer.retire()
+            self._optimizer.retire("the model of this optimizer was released: attach() returns a new "
+                                   "one")
         self._model, self._optimizer, self._attachment = None, None, None
         self._untrained = None
         while self._on_release:
@@ -239,6 +226,7 @@ class Engine:
     @property
     def optimizer(self) -> Optimizer:
         """A torch optimizer, for schedulers and for code that wants one."""
+        self._require_open()
         if self._optimizer is None:
             raise UserError("no model is attached: call attach() first")
         return self._optimizer
@@ -267,6 +255,7 @@ class Engine:
         >>> engine.stats()["pages"]["device_bytes_peak"] <= 128 * 1024
         True
         """
+        self._require_open()
         handle = self._handle
 
         def adopt(parameter: torch.Tensor, name: str) -> None:
@@ -275,12 +264,12 @@ class Engine:
 
         return birth_scope(handle, adopt, self._device)
 
-    def attach(self, model: torch.nn.Module, *, optimizer: str = "adamw",
+    def attach(self, model: torch.nn.Module, *positional: Any, optimizer: str = "adamw",
                groups: Iterable[dict[str, Any]] | None = None, clip: float | None = None,
                lr: float | None = None, betas: tuple[float, float] | None = None,
                eps: float | None = None, weight_decay: float | None = None,
                momentum: float | None = None, dampening: float | None = None,
-               nesterov: bool | None = None) -> Optimizer:
+               nesterov: bool | None = None, **unknown: Any) -> Optimizer:
         """Trains all parameters of `model`; those that do not require a gradient take no memory for
         gradients and optimizer state, and train from the step after they are thawed
         (`requires_grad_(True)`).
@@ -292,6 +281,7 @@ class Engine:
         """
         with translated():
             self._handle.config()  # it has not been closed
+        require_attach_keywords(positional, unknown)
         if self._model is not None:
             raise UserError("a model is attached already: release() it first")
         _check_model(_module(model))
@@ -300,8 +290,12 @@ class Engine:
         named = dict(model.named_parameters())
         buffers = dict(model.named_buffers())
         if groups is None:
-            trains = any(p.requires_grad for p in named.values())
-            groups = [{"params": list(named.values()) if trains else []}]
+            if not any(p.requires_grad for p in named.values()):
+                raise UserError("there is nothing to train: " + (
+                    f"none of the model's {len(named)} parameters requires a gradient; call "
+                    "requires_grad_(True) on those to train" if named else
+                    "the model has no parameters"))
+            groups = [{"params": list(named.values())}]
         resolved = self._groups(groups, optimizer, said)
         number_of = {id(parameter): number for number, group in enumerate(resolved)
                      for parameter in group["params"]}
@@ -354,7 +348,7 @@ class Engine:
             raise UserError(f"a group is a dict with 'params', and not {_a(group)}")
         kind = group.get("optimizer", optimizer)
         if kind not in KINDS:
-            raise UserError(f"there is no optimizer '{kind}': it is {', '.join(KINDS)}")
+            raise no_such_optimizer(kind)
         defaults = group_defaults(kind)
         out = {"optimizer": kind, **defaults}
         given = {name: value for name, value in said.items() if value is not None}
@@ -373,12 +367,12 @@ class Engine:
         out["params"] = [_tensor(item[1] if isinstance(item, tuple) and len(item) == 2 else item)
                          for item in listed]
         if not out["params"]:
-            raise UserError("there is nothing to train: no parameter requires a gradient, or a "
-                            "group has none")
+            raise UserError("there is nothing to train in a group: its 'params' are empty")
         return out
 
     def release(self, model: torch.nn.Module | None = None) -> None:
         """Parameters become plain tensors again, up to date, if they fit into memory."""
+        self._require_open()
         model = self._model if model is None else _module(model)
         if model is None:
             raise UserError("no model is attached")
@@ -529,6 +523,7 @@ class Engine:
         """For frameworks that clip and save by themselves, until release(): clip_grad_norm_ tells
         them the norm, and the engine's own `clip` is what clips; the model's save_pretrained is
         the engine's, on the ranks that call it."""
+        self._require_open()
         model = self._model
         if model is None or self._attachment is None:
             raise UserError("no model is attached: call attach() first")
@@ -567,6 +562,10 @@ class Engine:
         """Whether gradients have come on this rank since the last step."""
         with translated():
             return self._handle.has_gradients()
+
+    def _require_open(self) -> None:
+        if not self._end.alive:
+            raise UserError("the engine has been closed")
 
     def _require_attached(self) -> None:
         with translated():

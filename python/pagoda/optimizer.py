@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any, NoReturn, overload
 import torch
 
 from pagoda.errors import UserError, translated
+from pagoda.keywords import KINDS, no_such_optimizer
 from pagoda.library import Handle, optimizer_constants
 
 if TYPE_CHECKING:
     from pagoda.engine import Engine, StepReport
-
-KINDS = ("adamw", "adam", "sgd", "lion")
 
 # Without its wrapper, which imports torch._dynamo to keep a compiler away from it: a second and
 # 110 MiB at the first attach() of a process that compiles nothing.
@@ -61,7 +60,7 @@ def constants_of(group: dict[str, Any]) -> dict[str, float]:
     """A group's constants, as the library takes them."""
     kind = group.get("optimizer")
     if kind not in KINDS:
-        raise UserError(f"there is no optimizer '{kind}': it is {', '.join(KINDS)}")
+        raise no_such_optimizer(kind)
     out: dict[str, float] = {}
     for name in group_defaults(kind):
         if name not in group:
@@ -164,7 +163,7 @@ class Optimizer(torch.optim.Optimizer):
         self._kinds = [group["optimizer"] for group in self.param_groups]
         self._params = [list(group["params"]) for group in self.param_groups]
         self._sent = [constants_of(group) for group in self.param_groups]
-        self._released = False
+        self._retired: str | None = None
         with translated():
             self._steps_before = handle.stats()["steps"]
         self._fixed = True
@@ -175,7 +174,7 @@ class Optimizer(torch.optim.Optimizer):
 
         def require_changeable(what: str) -> None:
             optimizer = me()
-            if optimizer is None or optimizer._released or optimizer._engine() is None:
+            if optimizer is None or optimizer._retired or optimizer._engine() is None:
                 return
             with translated():
                 optimizer._handle.require_changeable(what)
@@ -194,13 +193,13 @@ class Optimizer(torch.optim.Optimizer):
             else:
                 dict.__setitem__(group, name, bool(value) if name == "nesterov" else value)
 
-    def retire(self) -> None:
-        """The model has been released: nothing here reaches the engine any more."""
-        self._released = True
+    def retire(self, why: str) -> None:
+        """Nothing here reaches the engine any more; the first reason is the one that is told."""
+        self._retired = self._retired or why
 
     def _require_attached(self) -> Engine:
-        if self._released:
-            raise UserError("the model of this optimizer was released: attach() returns a new one")
+        if self._retired is not None:
+            raise UserError(self._retired)
         engine = self._engine()
         if engine is None:
             raise UserError("the engine of this optimizer is gone: keep a reference to it for as long "
