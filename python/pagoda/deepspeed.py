@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scripts written for DeepSpeed: `pagoda.initialize` takes their configuration and returns the
-familiar four. What their keys do is said in deepspeed_config.py.
+"""Scripts written for DeepSpeed: `pagoda.initialize` takes their configuration and returns
+the same tuple as DeepSpeed's. What their keys do is said in deepspeed_config.py.
 """
 
 from __future__ import annotations
