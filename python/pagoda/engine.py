@@ -152,7 +152,6 @@ class Engine:
         self._optimizer: Optimizer | None = None
         self._attachment: Attachment | None = None
         self._untrained: UntrainedWatch | None = None
-        self._on_release: list[Callable[[], Any]] = []
         # Micro-batches of the attached model's first step; None: it is made, or its length is meant.
         self._first_step: int | None = None
         with translated():
@@ -193,8 +192,7 @@ class Engine:
                                    "one")
         self._model, self._optimizer, self._attachment = None, None, None
         self._untrained = None
-        while self._on_release:
-            self._on_release.pop()()
+        self._ending.undo()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UserError("an engine cannot be copied or pickled: it belongs to this process")
@@ -547,8 +545,9 @@ class Engine:
         self.on_release(lambda: vars(model).pop("save_pretrained", None))
 
     def on_release(self, call: Callable[[], Any]) -> None:
-        """For frameworks: what is to be undone when the model is released."""
-        self._on_release.append(call)
+        """For frameworks: what is to be undone when the model is released or the engine ends. `call`
+        must not refer to the engine, which would never end by itself."""
+        self._ending.on_release.append(call)
 
     def zero_grad(self) -> None:
         """Drops the gradients accumulated since the last step, and what p.grad has been set to."""

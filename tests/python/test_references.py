@@ -88,6 +88,8 @@ def test_a_trainers_engine_ends_with_its_last_reference(tmp_path: Path) -> None:
     assert reference() is not None  # the callback has it
     del keywords
     assert reference() is None
+    assert model not in pagoda.trainer._attached  # another Trainer may wrap it
+    assert "save_pretrained" not in vars(model)
 
 
 def test_a_deepspeed_engine_ends_with_its_last_reference() -> None:
