@@ -4,23 +4,21 @@
 from __future__ import annotations
 
 import json
-import os
 import threading
 import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from os import PathLike
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import distributed
-from torch.nn.parameter import is_lazy
 
 from pagoda.activations import ActivationHooks
+from pagoda.arguments import boxed, check_model, described, directory_of, module_of, tensor_of
 from pagoda.attachment import Attachment
 from pagoda.birth import birth_scope
 from pagoda.copies import copy_pages
@@ -35,7 +33,6 @@ from pagoda.pin import Pin
 from pagoda.regions import watch_regions
 from pagoda.stats import Stats
 from pagoda.untrained import UntrainedWatch
-from pagoda.wrappers import check_unwrapped
 
 
 class StepReport(NamedTuple):
@@ -49,61 +46,6 @@ class StepReport(NamedTuple):
     """Of all gradients before clipping; None where nothing needed it."""
     loss_scale: float
     """Of the next step."""
-
-
-def _boxed(name: str, group: object) -> Any:
-    """A process group as TorchBind takes it."""
-    if group is None:
-        return None
-    if not isinstance(group, distributed.ProcessGroup):
-        raise UserError(f"{name} = {group!r}: it takes a process group, as "
-                        "torch.distributed.new_group() returns it on its ranks")
-    return group.boxed()
-
-
-def _module(model: object) -> torch.nn.Module:
-    if not isinstance(model, torch.nn.Module):
-        raise UserError(f"the model is a torch.nn.Module, and not {_a(model)}")
-    return model
-
-
-def _tensor(what: object) -> torch.Tensor:
-    if not isinstance(what, torch.Tensor):
-        raise UserError(f"a parameter is a tensor, and not {_a(what)}")
-    return what
-
-
-def _directory(path: object) -> Path:
-    if not isinstance(path, (str, PathLike)):
-        raise UserError(f"the directory is a path, and not {_a(path)}")
-    text = os.fspath(path)
-    if not isinstance(text, str):
-        raise UserError(f"the directory is a text, and not {_a(text)}")
-    if not text:
-        raise UserError("the directory's name is empty: name one; '.' is the working directory")
-    if "\0" in text:
-        raise UserError(f"the directory {text!r} has a NUL character in its name")
-    return Path(text)
-
-
-def _a(what: object) -> str:
-    """Of a wrong argument, what it is."""
-    return "None" if what is None else f"a {type(what).__name__}"
-
-
-def _check_model(model: torch.nn.Module) -> None:
-    """What cannot be paged or trained, as far as Python knows more of it than the library."""
-    for name, module in model.named_modules():
-        if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse:
-            raise UserError(f"module '{name}' gives sparse gradients: build it with sparse=False")
-    check_unwrapped(model)
-    for name, parameter in model.named_parameters():
-        if is_lazy(parameter):
-            raise UserError(f"parameter '{name}' is not initialised yet: run one forward pass of the "
-                            "model, so that its lazy modules know their shapes, before attach()")
-        if type(parameter).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-            raise UserError(f"parameter '{name}' is a {type(parameter).__name__}, of which only its "
-                            "class knows where the bytes are: attach a model of plain tensors")
 
 
 class Engine:
@@ -140,10 +82,10 @@ class Engine:
         if group is None and distributed.is_available() and distributed.is_initialized():
             group = distributed.group.WORLD
         text = as_json(config)
-        boxed = _boxed("group", group), _boxed("gradient_group", gradient_group)
+        theirs = boxed("group", group), boxed("gradient_group", gradient_group)
         if gradient_group is not None and group is None:
             raise UserError("gradient_group needs torch.distributed to be initialized, or group=")
-        self._handle: Handle = make_engine(text, *boxed, group is None)
+        self._handle: Handle = make_engine(text, *theirs, group is None)
         # Not a destructor: it may not run while Python's lock is held.
         self._ending = Ending(self._handle)
         self._end = weakref.finalize(self, self._ending.end)
@@ -282,7 +224,7 @@ class Engine:
         require_attach_keywords(positional, unknown)
         if self._model is not None:
             raise UserError("a model is attached already: release() it first")
-        _check_model(_module(model))
+        check_model(module_of(model))
         said = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
                 "momentum": momentum, "dampening": dampening, "nesterov": nesterov}
         named = dict(model.named_parameters())
@@ -334,7 +276,7 @@ class Engine:
         listed = [groups] if isinstance(groups, dict) else groups
         if isinstance(listed, (str, torch.Tensor)) or not isinstance(listed, Iterable):
             raise UserError(f"groups are dicts with 'params', as torch.optim takes them, and not "
-                            f"{_a(groups)}")
+                            f"{described(groups)}")
         resolved = [self._resolve(group, optimizer, said) for group in listed]
         if not resolved:
             raise UserError("there is nothing to train: groups is empty")
@@ -343,7 +285,7 @@ class Engine:
     @staticmethod
     def _resolve(group: dict[str, Any], optimizer: str, said: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(group, dict):
-            raise UserError(f"a group is a dict with 'params', and not {_a(group)}")
+            raise UserError(f"a group is a dict with 'params', and not {described(group)}")
         kind = group.get("optimizer", optimizer)
         if kind not in KINDS:
             raise no_such_optimizer(kind)
@@ -359,10 +301,10 @@ class Engine:
                 out[name] = value
         params = out.get("params", [])
         if not isinstance(params, Iterable):
-            raise UserError(f"the params of a group are tensors, and not {_a(params)}")
+            raise UserError(f"the params of a group are tensors, and not {described(params)}")
         listed = [params] if isinstance(params, torch.Tensor) else list(params)
         # torch.optim takes named_parameters(), too.
-        out["params"] = [_tensor(item[1] if isinstance(item, tuple) and len(item) == 2 else item)
+        out["params"] = [tensor_of(item[1] if isinstance(item, tuple) and len(item) == 2 else item)
                          for item in listed]
         if not out["params"]:
             raise UserError("there is nothing to train in a group: its 'params' are empty")
@@ -371,7 +313,7 @@ class Engine:
     def release(self, model: torch.nn.Module | None = None) -> None:
         """Parameters become plain tensors again, up to date, if they fit into memory."""
         self._require_open()
-        model = self._model if model is None else _module(model)
+        model = self._model if model is None else module_of(model)
         if model is None:
             raise UserError("no model is attached")
         tensors: list[torch.Tensor] = list(model.parameters())
@@ -390,10 +332,10 @@ class Engine:
         """
         with self._together("save_pretrained", "the directory of save_pretrained()", directory):
             # What is wrong with the arguments of one rank is an error on all.
-            chosen = self._model if model is None else _module(model)
+            chosen = self._model if model is None else module_of(model)
             if chosen is None:
                 raise UserError("no model is attached: name the one to save")
-            path = _directory(directory)
+            path = directory_of(directory)
             if isinstance(max_shard_bytes, bool) or not isinstance(max_shard_bytes, int) or (
                     max_shard_bytes < 1):
                 raise UserError(f"max_shard_bytes = {max_shard_bytes!r} is not allowed: it takes a "
@@ -426,7 +368,7 @@ class Engine:
               max_shard_bytes: int = 5_000_000_000) -> None:
         """By this rank alone: what others keep is asked of them."""
         self.finish()
-        save(model, _directory(directory), max_shard_bytes)
+        save(model, directory_of(directory), max_shard_bytes)
 
     # Training.
 
@@ -436,7 +378,7 @@ class Engine:
         self._told.thread = threading.get_ident()
         self.optimizer.send()
         if not isinstance(loss, torch.Tensor):
-            raise UserError(f"backward() takes the loss, a tensor, and not {_a(loss)}")
+            raise UserError(f"backward() takes the loss, a tensor, and not {described(loss)}")
         if loss.numel() != 1:
             raise UserError(f"the loss has the shape {list(loss.shape)}: backward() takes one number, "
                             "as mean() or sum() gives it")
@@ -509,7 +451,7 @@ class Engine:
         """
         self._require_attached()
         with translated():
-            return self._handle.grad(_tensor(parameter))
+            return self._handle.grad(tensor_of(parameter))
 
     def grad_norm(self) -> float:
         """The norm of all gradients accumulated so far."""
@@ -608,8 +550,8 @@ class Engine:
         if isinstance(what, torch.nn.Module):
             tensors: list[torch.Tensor] = list(what.parameters())
         elif isinstance(what, torch.Tensor) or not isinstance(what, Iterable):
-            tensors = [_tensor(what)]
+            tensors = [tensor_of(what)]
         else:
-            tensors = [_tensor(item) for item in what]
+            tensors = [tensor_of(item) for item in what]
         with translated():
             return Pin(self._handle.pin(tensors, write))
