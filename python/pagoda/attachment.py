@@ -6,6 +6,7 @@ optimizer. On attached parameters each does what it says, or is an error that na
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -80,6 +81,12 @@ def _attachment_of(tensors: Iterable[object]) -> Attachment | None:
     return next((each for each in attachments if not ids.isdisjoint(each.ids)), None)
 
 
+def _trainers_way() -> str:
+    """Where a Trainer may be what clips and steps."""
+    return ("; a Trainer takes **pagoda.trainer.arguments(engine, model, args) instead of attach()"
+            if "transformers.trainer" in sys.modules else "")
+
+
 def _guard_clipping(name: str) -> None:
     """Whatever name a script has imported it by: the wrapped function is exchanged inside."""
     wrapper = getattr(clip_grad, name)
@@ -98,7 +105,8 @@ def _guard_clipping(name: str) -> None:
             kind = args[1] if len(args) > 1 else kwargs.get("norm_type", 2.0)
             return attachment.norm(largest, kind)
         raise UserError(f"{name.strip('_')}_: the gradients of these parameters are the engine's; say "
-                        "engine.attach(model, clip=…), and engine.grad_norm() for their norm")
+                        "engine.attach(model, clip=…), and engine.grad_norm() for their norm"
+                        + _trainers_way())
 
     cell.cell_contents = checked
 
@@ -123,7 +131,8 @@ def _guard_steps(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         return
     if _attachment_of(p for group in optimizer.param_groups for p in group["params"]) is not None:
         raise UserError(f"{type(optimizer).__name__}.step(): an engine trains these parameters and has "
-                        "their gradients; call engine.step() or engine.optimizer.step()")
+                        "their gradients; call engine.step() or engine.optimizer.step()"
+                        + _trainers_way())
 
 
 def _guard() -> None:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scripts written for DeepSpeed: `pagoda.initialize` takes their configuration and returns the
-familiar four. What their keys do is said in deepspeed_config.py.
+"""Scripts written for DeepSpeed: `pagoda.initialize` takes their configuration and returns
+the same tuple as DeepSpeed's. What their keys do is said in deepspeed_config.py.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ def initialize(args: Any = None, model: torch.nn.Module | Callable[[], torch.nn.
     keywords = settings.engine_keywords()
     chosen = settings.optimizer_keywords()
     if settings.ignored:
-        warnings.warn("keys of the DeepSpeed configuration that have no effect:\n" + "\n".join(
+        warnings.warn("keys of the DeepSpeed configuration that are missing or have no effect:\n" + "\n".join(
             f"  {path}: {instead}" for path, instead in settings.ignored.items()), stacklevel=2)
     engine = Engine(**{**keywords, "accumulation": accumulation, **engine_keywords})
     if not isinstance(model, torch.nn.Module):

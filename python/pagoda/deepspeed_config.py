@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pagoda.errors import UserError
+from pagoda.optimizer import group_defaults
 
 _BY_ITSELF = "Pagoda decides by itself, from what it measures"
 _BUDGET = "device_budget and host_budget are what bounds memory; name them to initialize()"
@@ -194,17 +195,27 @@ def _read(config: Any) -> dict[str, Any]:
     return tree
 
 
+def _require_no_amp(section: Any) -> None:
+    """Apex casts operators by lists of its own, which nothing here does. "auto" is off, as without."""
+    enabled = section.get("enabled") if isinstance(section, dict) else section
+    if enabled not in (None, False, "auto"):
+        raise UserError("amp.enabled is true, and Apex's mixed precision is not supported: set "
+                        "bf16.enabled or fp16.enabled instead")
+
+
 class Settings:
     """A DeepSpeed configuration, read: what is left of it is what was said.
 
-    `ignored` has the keys that have no effect, and what happens instead.
+    `ignored` has the keys that have no effect, or are missing, and what happens instead.
     """
 
     def __init__(self, config: Any) -> None:
         self.ignored: dict[str, str] = {}
         self._values: dict[str, Any] = {}
         self._auto: list[str] = []
-        for path, value in _flat(_read(config)):
+        tree = _read(config)
+        _require_no_amp(tree.pop("amp", None))
+        for path, value in _flat(tree):
             if path not in _HONOURED and path not in _INSTEAD:
                 raise UserError(f"there is no key '{path}'{_nearest(path)}")
             if path in _INSTEAD:
@@ -351,6 +362,12 @@ class Settings:
 
     def optimizer_keywords(self) -> dict[str, Any]:
         """What attach() is told."""
+        if self.get("optimizer.type") is None and not self.section("optimizer.params"):
+            ours = group_defaults("adamw")
+            self.ignored["optimizer"] = (
+                f"the configuration has no such section: AdamW with lr={ours['lr']:g} and "
+                f"weight_decay={ours['weight_decay']:g} trains; name optimizer.type and "
+                "optimizer.params.lr to choose")
         named = str(self.get("optimizer.type", "AdamW"))
         kind = _OPTIMIZERS.get(named.lower())
         if kind is None:

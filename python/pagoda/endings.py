@@ -64,12 +64,19 @@ _exiting = False
 
 
 class Ending:
-    """How one engine ends: what is told of weights that it takes along. Holds no engine."""
+    """How one engine ends: what is told of weights that it takes along, and what is undone
+    (`on_release`). Holds no engine."""
 
     def __init__(self, handle: Handle) -> None:
         self._handle = handle
         self._process = os.getpid()
         self._saved_at: int | None = None
+        self.on_release: list[Callable[[], Any]] = []
+
+    def undo(self) -> None:
+        """The model is released, or goes with its engine."""
+        while self.on_release:
+            self.on_release.pop()()
 
     def _steps(self) -> int | None:
         try:
@@ -84,6 +91,7 @@ class Ending:
     def end(self) -> None:
         """Parameters that are still pages become plain tensors if they fit into memory; if not, and
         they were not saved either, a warning names them. An interpreter that exits needs neither."""
+        self.undo()
         if _exiting or os.getpid() != self._process:  # a fork's locks are as they were
             self._handle.close(False)
             return

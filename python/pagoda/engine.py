@@ -4,35 +4,35 @@
 from __future__ import annotations
 
 import json
-import os
 import threading
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from os import PathLike
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import distributed
-from torch.nn.parameter import is_lazy
 
 from pagoda.activations import ActivationHooks
+from pagoda.arguments import boxed, check_model, described, directory_of, module_of, tensor_of
 from pagoda.attachment import Attachment
 from pagoda.birth import birth_scope
 from pagoda.copies import copy_pages
 from pagoda.endings import Ending, is_failure, text_of, watch
 from pagoda.errors import EngineError, UserError, translated
 from pagoda.export import save
+from pagoda.keywords import (KINDS, as_json, no_such_optimizer, require_attach_keywords,
+                             require_engine_keywords)
 from pagoda.library import Handle, make_engine
-from pagoda.optimizer import KINDS, Optimizer, constants_of, group_defaults, number
+from pagoda.optimizer import Optimizer, constants_of, group_defaults, number
 from pagoda.pin import Pin
 from pagoda.regions import watch_regions
 from pagoda.stats import Stats
 from pagoda.untrained import UntrainedWatch
-from pagoda.wrappers import check_unwrapped
 
 
 class StepReport(NamedTuple):
@@ -46,81 +46,6 @@ class StepReport(NamedTuple):
     """Of all gradients before clipping; None where nothing needed it."""
     loss_scale: float
     """Of the next step."""
-
-
-def _plain(value: object) -> object:
-    """A keyword's value as JSON has it."""
-    if isinstance(value, (torch.device, Path)):
-        return str(value)
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value
-
-
-def _as_json(config: dict[str, Any]) -> str:
-    texts = []
-    for key, value in config.items():
-        try:
-            texts.append(f"{json.dumps(key)}: {json.dumps(_plain(value), allow_nan=False)}")
-        except (TypeError, ValueError):
-            raise UserError(f"{key} = {value!r} is not allowed: pagoda.config_keys() says what it "
-                            "takes") from None
-    return f"{{{', '.join(texts)}}}"
-
-
-def _boxed(name: str, group: object) -> Any:
-    """A process group as TorchBind takes it."""
-    if group is None:
-        return None
-    if not isinstance(group, distributed.ProcessGroup):
-        raise UserError(f"{name} = {group!r}: it takes a process group, as "
-                        "torch.distributed.new_group() returns it on its ranks")
-    return group.boxed()
-
-
-def _module(model: object) -> torch.nn.Module:
-    if not isinstance(model, torch.nn.Module):
-        raise UserError(f"the model is a torch.nn.Module, and not {_a(model)}")
-    return model
-
-
-def _tensor(what: object) -> torch.Tensor:
-    if not isinstance(what, torch.Tensor):
-        raise UserError(f"a parameter is a tensor, and not {_a(what)}")
-    return what
-
-
-def _directory(path: object) -> Path:
-    if not isinstance(path, (str, PathLike)):
-        raise UserError(f"the directory is a path, and not {_a(path)}")
-    text = os.fspath(path)
-    if not isinstance(text, str):
-        raise UserError(f"the directory is a text, and not {_a(text)}")
-    if not text:
-        raise UserError("the directory's name is empty: name one; '.' is the working directory")
-    if "\0" in text:
-        raise UserError(f"the directory {text!r} has a NUL character in its name")
-    return Path(text)
-
-
-def _a(what: object) -> str:
-    """Of a wrong argument, what it is."""
-    return "None" if what is None else f"a {type(what).__name__}"
-
-
-def _check_model(model: torch.nn.Module) -> None:
-    """What cannot be paged or trained, as far as Python knows more of it than the library."""
-    for name, module in model.named_modules():
-        if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse:
-            raise UserError(f"module '{name}' gives sparse gradients: build it with sparse=False")
-    check_unwrapped(model)
-    for name, parameter in model.named_parameters():
-        if is_lazy(parameter):
-            raise UserError(f"parameter '{name}' is not initialised yet: run one forward pass of the "
-                            "model, so that its lazy modules know their shapes, before attach()")
-        if type(parameter).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-            raise UserError(f"parameter '{name}' is a {type(parameter).__name__}, of which only its "
-                            "class knows where the bytes are: attach a model of plain tensors")
 
 
 class Engine:
@@ -151,15 +76,16 @@ class Engine:
     ...     engine.release(model)
     """
 
-    def __init__(self, *, group: distributed.ProcessGroup | None = None,
+    def __init__(self, *positional: Any, group: distributed.ProcessGroup | None = None,
                  gradient_group: distributed.ProcessGroup | None = None, **config: Any) -> None:
+        require_engine_keywords(positional, config)
         if group is None and distributed.is_available() and distributed.is_initialized():
             group = distributed.group.WORLD
-        text = _as_json(config)
-        boxed = _boxed("group", group), _boxed("gradient_group", gradient_group)
+        text = as_json(config)
+        theirs = boxed("group", group), boxed("gradient_group", gradient_group)
         if gradient_group is not None and group is None:
             raise UserError("gradient_group needs torch.distributed to be initialized, or group=")
-        self._handle: Handle = make_engine(text, *boxed, group is None)
+        self._handle: Handle = make_engine(text, *theirs, group is None)
         # Not a destructor: it may not run while Python's lock is held.
         self._ending = Ending(self._handle)
         self._end = weakref.finalize(self, self._ending.end)
@@ -168,13 +94,16 @@ class Engine:
         self._optimizer: Optimizer | None = None
         self._attachment: Attachment | None = None
         self._untrained: UntrainedWatch | None = None
-        self._on_release: list[Callable[[], Any]] = []
+        # Micro-batches of the attached model's first step; None: it is made, or its length is meant.
+        self._first_step: int | None = None
         with translated():
             self._device = torch.device(self._handle.device())
             self._several = self._handle.world_size() > 1
         copy_pages()
         watch_regions()
-        self._clip = float(self.config["clip"])  # where attach() says nothing of it
+        config = self.config
+        self._clip = float(config["clip"])  # where attach() says nothing of it
+        self._accumulation = int(config["accumulation"])
 
     def close(self) -> None:
         """Ends the engine: its threads, files and memory go.
@@ -184,10 +113,13 @@ class Engine:
         those of an engine that has failed. There is no warning if the model was saved since the last
         step, or when the interpreter exits.
         """
+        if self._optimizer is not None:
+            self._optimizer.retire("the engine has been closed")
         self._forget_model()
         self._end()
 
     def __enter__(self) -> Engine:
+        self._require_open()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
@@ -198,11 +130,11 @@ class Engine:
 
     def _forget_model(self) -> None:
         if self._optimizer is not None:
-            self._optimizer.retire()
+            self._optimizer.retire("the model of this optimizer was released: attach() returns a new "
+                                   "one")
         self._model, self._optimizer, self._attachment = None, None, None
         self._untrained = None
-        while self._on_release:
-            self._on_release.pop()()
+        self._ending.undo()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UserError("an engine cannot be copied or pickled: it belongs to this process")
@@ -234,6 +166,7 @@ class Engine:
     @property
     def optimizer(self) -> Optimizer:
         """A torch optimizer, for schedulers and for code that wants one."""
+        self._require_open()
         if self._optimizer is None:
             raise UserError("no model is attached: call attach() first")
         return self._optimizer
@@ -262,6 +195,7 @@ class Engine:
         >>> engine.stats()["pages"]["device_bytes_peak"] <= 128 * 1024
         True
         """
+        self._require_open()
         handle = self._handle
 
         def adopt(parameter: torch.Tensor, name: str) -> None:
@@ -270,12 +204,12 @@ class Engine:
 
         return birth_scope(handle, adopt, self._device)
 
-    def attach(self, model: torch.nn.Module, *, optimizer: str = "adamw",
+    def attach(self, model: torch.nn.Module, *positional: Any, optimizer: str = "adamw",
                groups: Iterable[dict[str, Any]] | None = None, clip: float | None = None,
                lr: float | None = None, betas: tuple[float, float] | None = None,
                eps: float | None = None, weight_decay: float | None = None,
                momentum: float | None = None, dampening: float | None = None,
-               nesterov: bool | None = None) -> Optimizer:
+               nesterov: bool | None = None, **unknown: Any) -> Optimizer:
         """Trains all parameters of `model`; those that do not require a gradient take no memory for
         gradients and optimizer state, and train from the step after they are thawed
         (`requires_grad_(True)`).
@@ -287,16 +221,21 @@ class Engine:
         """
         with translated():
             self._handle.config()  # it has not been closed
+        require_attach_keywords(positional, unknown)
         if self._model is not None:
             raise UserError("a model is attached already: release() it first")
-        _check_model(_module(model))
+        check_model(module_of(model))
         said = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
                 "momentum": momentum, "dampening": dampening, "nesterov": nesterov}
         named = dict(model.named_parameters())
         buffers = dict(model.named_buffers())
         if groups is None:
-            trains = any(p.requires_grad for p in named.values())
-            groups = [{"params": list(named.values()) if trains else []}]
+            if not any(p.requires_grad for p in named.values()):
+                raise UserError("there is nothing to train: " + (
+                    f"none of the model's {len(named)} parameters requires a gradient; call "
+                    "requires_grad_(True) on those to train" if named else
+                    "the model has no parameters"))
+            groups = [{"params": list(named.values())}]
         resolved = self._groups(groups, optimizer, said)
         number_of = {id(parameter): number for number, group in enumerate(resolved)
                      for parameter in group["params"]}
@@ -305,7 +244,7 @@ class Engine:
             raise UserError("a group holds a tensor that is no parameter of the model")
         if len(number_of) != sum(len(group["params"]) for group in resolved):
             raise UserError("a parameter is in two groups, or twice in one")
-        facade = Optimizer(self._handle, resolved, self._take_step, self.zero_grad)
+        facade = Optimizer(self, self._handle, resolved)
         largest = self._clip if clip is None else number("clip", clip)
         with translated():
             self._handle.set_clip(largest)
@@ -319,12 +258,17 @@ class Engine:
             except RuntimeError as error:
                 with suppress(RuntimeError):  # the engine has failed
                     self._handle.set_clip(self._clip)
-                raise error
+                if "release it there first" not in (text := str(error)):
+                    raise
+                raise RuntimeError(text.replace(
+                    "release it there first",
+                    "call release() or close() of that engine first")) from None
         self._model = model
         self._optimizer = facade
         given = [p for group in resolved for p in group["params"]]
         self._attachment = Attachment(self, given, largest)
         self._untrained = UntrainedWatch(model, given)
+        self._first_step = 0
         return facade
 
     def _groups(self, groups: Iterable[dict[str, Any]], optimizer: str,
@@ -332,7 +276,7 @@ class Engine:
         listed = [groups] if isinstance(groups, dict) else groups
         if isinstance(listed, (str, torch.Tensor)) or not isinstance(listed, Iterable):
             raise UserError(f"groups are dicts with 'params', as torch.optim takes them, and not "
-                            f"{_a(groups)}")
+                            f"{described(groups)}")
         resolved = [self._resolve(group, optimizer, said) for group in listed]
         if not resolved:
             raise UserError("there is nothing to train: groups is empty")
@@ -341,10 +285,10 @@ class Engine:
     @staticmethod
     def _resolve(group: dict[str, Any], optimizer: str, said: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(group, dict):
-            raise UserError(f"a group is a dict with 'params', and not {_a(group)}")
+            raise UserError(f"a group is a dict with 'params', and not {described(group)}")
         kind = group.get("optimizer", optimizer)
         if kind not in KINDS:
-            raise UserError(f"there is no optimizer '{kind}': it is {', '.join(KINDS)}")
+            raise no_such_optimizer(kind)
         defaults = group_defaults(kind)
         out = {"optimizer": kind, **defaults}
         given = {name: value for name, value in said.items() if value is not None}
@@ -357,19 +301,19 @@ class Engine:
                 out[name] = value
         params = out.get("params", [])
         if not isinstance(params, Iterable):
-            raise UserError(f"the params of a group are tensors, and not {_a(params)}")
+            raise UserError(f"the params of a group are tensors, and not {described(params)}")
         listed = [params] if isinstance(params, torch.Tensor) else list(params)
         # torch.optim takes named_parameters(), too.
-        out["params"] = [_tensor(item[1] if isinstance(item, tuple) and len(item) == 2 else item)
+        out["params"] = [tensor_of(item[1] if isinstance(item, tuple) and len(item) == 2 else item)
                          for item in listed]
         if not out["params"]:
-            raise UserError("there is nothing to train: no parameter requires a gradient, or a "
-                            "group has none")
+            raise UserError("there is nothing to train in a group: its 'params' are empty")
         return out
 
     def release(self, model: torch.nn.Module | None = None) -> None:
         """Parameters become plain tensors again, up to date, if they fit into memory."""
-        model = self._model if model is None else _module(model)
+        self._require_open()
+        model = self._model if model is None else module_of(model)
         if model is None:
             raise UserError("no model is attached")
         tensors: list[torch.Tensor] = list(model.parameters())
@@ -388,10 +332,10 @@ class Engine:
         """
         with self._together("save_pretrained", "the directory of save_pretrained()", directory):
             # What is wrong with the arguments of one rank is an error on all.
-            chosen = self._model if model is None else _module(model)
+            chosen = self._model if model is None else module_of(model)
             if chosen is None:
                 raise UserError("no model is attached: name the one to save")
-            path = _directory(directory)
+            path = directory_of(directory)
             if isinstance(max_shard_bytes, bool) or not isinstance(max_shard_bytes, int) or (
                     max_shard_bytes < 1):
                 raise UserError(f"max_shard_bytes = {max_shard_bytes!r} is not allowed: it takes a "
@@ -424,7 +368,7 @@ class Engine:
               max_shard_bytes: int = 5_000_000_000) -> None:
         """By this rank alone: what others keep is asked of them."""
         self.finish()
-        save(model, _directory(directory), max_shard_bytes)
+        save(model, directory_of(directory), max_shard_bytes)
 
     # Training.
 
@@ -434,7 +378,7 @@ class Engine:
         self._told.thread = threading.get_ident()
         self.optimizer.send()
         if not isinstance(loss, torch.Tensor):
-            raise UserError(f"backward() takes the loss, a tensor, and not {_a(loss)}")
+            raise UserError(f"backward() takes the loss, a tensor, and not {described(loss)}")
         if loss.numel() != 1:
             raise UserError(f"the loss has the shape {list(loss.shape)}: backward() takes one number, "
                             "as mean() or sum() gives it")
@@ -446,6 +390,8 @@ class Engine:
             raise UserError(f"backward(last={last!r}): it takes True, False or None")
         with translated():
             self._handle.backward(loss, last)
+        if self._first_step is not None:
+            self._first_step = None if last else self._first_step + 1
 
     def step(self) -> StepReport:
         """Fixes what the updates need and returns; they run while the next forward does."""
@@ -458,9 +404,23 @@ class Engine:
         self.optimizer.send()
         if self._untrained is not None:
             self._untrained.look()
+        self._check_first_step()
         with translated():
             step, skipped, norm, loss_scale = self._handle.step()
         return StepReport(step, skipped, None if norm < 0 else norm, loss_scale)
+
+    def _check_first_step(self) -> None:
+        """A short last accumulation of an epoch is meant; a short first one is a loop that calls step()
+        after every backward(), as DeepSpeed's do."""
+        count = self._first_step
+        if not count:  # loss.backward() is not counted
+            return
+        self._first_step = None
+        if count < self._accumulation:
+            warnings.warn(
+                f"step() after {count} backward(), and accumulation={self._accumulation}: every call of "
+                f"step() updates the parameters. Call it after {self._accumulation} micro-batches, or "
+                "say backward(loss, last=True) where fewer are meant", stacklevel=2)
 
     def join(self) -> None:
         """This rank has no more data: takes part in the others' steps until all have joined."""
@@ -491,7 +451,7 @@ class Engine:
         """
         self._require_attached()
         with translated():
-            return self._handle.grad(_tensor(parameter))
+            return self._handle.grad(tensor_of(parameter))
 
     def grad_norm(self) -> float:
         """The norm of all gradients accumulated so far."""
@@ -503,6 +463,7 @@ class Engine:
         """For frameworks that clip and save by themselves, until release(): clip_grad_norm_ tells
         them the norm, and the engine's own `clip` is what clips; the model's save_pretrained is
         the engine's, on the ranks that call it."""
+        self._require_open()
         model = self._model
         if model is None or self._attachment is None:
             raise UserError("no model is attached: call attach() first")
@@ -526,19 +487,26 @@ class Engine:
         self.on_release(lambda: vars(model).pop("save_pretrained", None))
 
     def on_release(self, call: Callable[[], Any]) -> None:
-        """For frameworks: what is to be undone when the model is released."""
-        self._on_release.append(call)
+        """For frameworks: what is to be undone when the model is released or the engine ends. `call`
+        must not refer to the engine, which would never end by itself."""
+        self._ending.on_release.append(call)
 
     def zero_grad(self) -> None:
         """Drops the gradients accumulated since the last step, and what p.grad has been set to."""
         self._require_attached()
         with translated():
             self._handle.zero_grad()
+        if self._first_step is not None:
+            self._first_step = 0
 
     def has_gradients(self) -> bool:
         """Whether gradients have come on this rank since the last step."""
         with translated():
             return self._handle.has_gradients()
+
+    def _require_open(self) -> None:
+        if not self._end.alive:
+            raise UserError("the engine has been closed")
 
     def _require_attached(self) -> None:
         with translated():
@@ -582,8 +550,8 @@ class Engine:
         if isinstance(what, torch.nn.Module):
             tensors: list[torch.Tensor] = list(what.parameters())
         elif isinstance(what, torch.Tensor) or not isinstance(what, Iterable):
-            tensors = [_tensor(what)]
+            tensors = [tensor_of(what)]
         else:
-            tensors = [_tensor(item) for item in what]
+            tensors = [tensor_of(item) for item in what]
         with translated():
             return Pin(self._handle.pin(tensors, write))

@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any, NoReturn, overload
 import torch
 
 from pagoda.errors import UserError, translated
+from pagoda.keywords import KINDS, no_such_optimizer
 from pagoda.library import Handle, optimizer_constants
 
 if TYPE_CHECKING:
-    from pagoda.engine import StepReport
-
-KINDS = ("adamw", "adam", "sgd", "lion")
+    from pagoda.engine import Engine, StepReport
 
 # Without its wrapper, which imports torch._dynamo to keep a compiler away from it: a second and
 # 110 MiB at the first attach() of a process that compiles nothing.
@@ -61,7 +60,7 @@ def constants_of(group: dict[str, Any]) -> dict[str, float]:
     """A group's constants, as the library takes them."""
     kind = group.get("optimizer")
     if kind not in KINDS:
-        raise UserError(f"there is no optimizer '{kind}': it is {', '.join(KINDS)}")
+        raise no_such_optimizer(kind)
     out: dict[str, float] = {}
     for name in group_defaults(kind):
         if name not in group:
@@ -154,19 +153,17 @@ class Optimizer(torch.optim.Optimizer):
     # A GradScaler leaves the gradients to such an optimizer, which then can say what it thinks of it.
     _step_supports_amp_scaling = True
 
-    def __init__(self, handle: Handle, groups: list[dict[str, Any]],
-                 take_step: Callable[[], StepReport], zero_grad: Callable[[], None]) -> None:
+    def __init__(self, engine: Engine, handle: Handle, groups: list[dict[str, Any]]) -> None:
         self._fixed = False
         super().__init__(groups, group_defaults(groups[0]["optimizer"]))
         self.state = _EngineState()
         self._handle = handle
         self._watch_groups()
-        self._take_step = take_step
-        self._zero_grad = zero_grad
+        self._engine = weakref.ref(engine)  # which refers to this: a cycle would keep it open
         self._kinds = [group["optimizer"] for group in self.param_groups]
         self._params = [list(group["params"]) for group in self.param_groups]
         self._sent = [constants_of(group) for group in self.param_groups]
-        self._released = False
+        self._retired: str | None = None
         with translated():
             self._steps_before = handle.stats()["steps"]
         self._fixed = True
@@ -177,7 +174,7 @@ class Optimizer(torch.optim.Optimizer):
 
         def require_changeable(what: str) -> None:
             optimizer = me()
-            if optimizer is None or optimizer._released:
+            if optimizer is None or optimizer._retired or optimizer._engine() is None:
                 return
             with translated():
                 optimizer._handle.require_changeable(what)
@@ -196,13 +193,18 @@ class Optimizer(torch.optim.Optimizer):
             else:
                 dict.__setitem__(group, name, bool(value) if name == "nesterov" else value)
 
-    def retire(self) -> None:
-        """The model has been released: nothing here reaches the engine any more."""
-        self._released = True
+    def retire(self, why: str) -> None:
+        """Nothing here reaches the engine any more; the first reason is the one that is told."""
+        self._retired = self._retired or why
 
-    def _require_attached(self) -> None:
-        if self._released:
-            raise UserError("the model of this optimizer was released: attach() returns a new one")
+    def _require_attached(self) -> Engine:
+        if self._retired is not None:
+            raise UserError(self._retired)
+        engine = self._engine()
+        if engine is None:
+            raise UserError("the engine of this optimizer is gone: keep a reference to it for as long "
+                            "as you train")
+        return engine
 
     def _check_groups(self) -> list[dict[str, float]]:
         """The constants of each group; an error if something else has changed."""
@@ -247,7 +249,7 @@ class Optimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """The engine's step; `report` says what it did."""
-        self._require_attached()
+        engine = self._require_attached()
         if vars(self).pop("found_inf", None) is not None:  # left by a GradScaler
             vars(self).pop("grad_scale", None)
             raise UserError("a GradScaler scales the loss outside of the engine: make the engine with "
@@ -258,13 +260,12 @@ class Optimizer(torch.optim.Optimizer):
                 raise UserError(f"step({closure!r}): it takes a function that returns the loss")
             with torch.enable_grad():
                 loss = closure()
-        self.report = self._take_step()
+        self.report = engine._take_step()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients accumulated since the last step."""
-        self._require_attached()
-        self._zero_grad()
+        self._require_attached().zero_grad()
 
     @contextmanager
     def scaled(self, loss: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -164,6 +164,9 @@ def arguments(engine: Engine, model: torch.nn.Module, args: TrainingArguments, *
     if isinstance(callbacks, (str, TrainerCallback)) or not isinstance(callbacks, Iterable):
         raise UserError(f"callbacks are a list, as Trainer takes them, and no "
                         f"{type(callbacks).__name__}")
+    if engine._model is not None:
+        raise UserError("a model is attached already, and arguments() attaches it itself: leave attach() "
+                        "out, or release() the model first")
     if getattr(args, "deepspeed", None) or getattr(args, "fsdp", None):
         raise UserError("deepspeed= and fsdp= of the arguments would shard the model a second time: the "
                         "engine does it, with zero=")

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients that nobody uses: those of parameters that came to a model after attach(), or that were
-thawed and are in no group. torch.optim says nothing of them; we do, once."""
+"""Gradients that nobody uses: those of parameters that came to a model after attach(), or that are in
+no group. torch.optim says nothing of them; we do, once."""
 
 from __future__ import annotations
 
@@ -45,9 +45,7 @@ class UntrainedWatch:
         for name, parameter in model.named_parameters():
             if id(parameter) in self._known:
                 continue
-            self._known[id(parameter)] = weakref.ref(parameter)
-            if not parameter.requires_grad:  # the others are left out on purpose
-                self._watched[name] = weakref.ref(parameter)
+            self._known[id(parameter)] = self._watched[name] = weakref.ref(parameter)
         self.changed = False
         _watches.add(self)
         _hook()
@@ -74,7 +72,7 @@ class UntrainedWatch:
             names += f" and {len(unused) - _MOST_NAMES} others"
         warnings.warn(
             f"the engine does not train {names}: added after attach(), or in none of its groups. "
-            "Their gradients stay in .grad; release() the model and attach() it again to train "
-            "them", stacklevel=2)
+            "Their gradients add up in .grad. Freeze them with requires_grad_(False), or release() "
+            "the model and attach() it again to train them", stacklevel=2)
         for name in unused:
             del self._watched[name]

@@ -100,7 +100,7 @@ def _guard_fully_shard(theirs: Any, is_attached: IsAttached) -> None:
         return through
 
     theirs.__globals__["_pagoda_fully_shard"] = fully_shard
-    theirs.__code__ = with_cells(None, None).__code__
+    theirs.__code__ = with_cells(None, None).__code__  # type: ignore[no-untyped-call]
 
 
 class _WhenImported(MetaPathFinder):

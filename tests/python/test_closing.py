@@ -84,7 +84,7 @@ def test_a_with_block_leaves_the_model_its_weights() -> None:
             optimizer = engine.attach(model, lr=0.01)
             train(engine, model)
         assert_plain(model, trained())
-    with pytest.raises(pagoda.UserError, match="released"):
+    with pytest.raises(pagoda.UserError, match="engine has been closed"):
         optimizer.step()
 
 

@@ -201,6 +201,28 @@ def test_one_warning_names_all_that_has_no_effect() -> None:
     assert text.count("\n") == 11
 
 
+def test_an_optimizer_that_nobody_named_is_in_the_warning(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"  optimizer: .*AdamW with lr=0\.001 and weight_decay=0\.01"):
+        _, optimizer, *_ = pagoda.initialize(
+            model=stack(), config={"train_micro_batch_size_per_gpu": 1}, **SMALL)
+    assert optimizer.param_groups[0]["lr"] == 1e-3
+    config = {key: value for key, value in AUTO.items() if key not in ("optimizer", "scheduler")}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _, optimizer, *_ = pagoda.initialize(trainers(tmp_path), stack(), config=config, **SMALL)
+        pagoda.initialize(model=stack(), config={
+            "train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam"}}, **SMALL)
+    assert optimizer.param_groups[0]["lr"] == 0.25  # Trainer's arguments name one
+
+
+@pytest.mark.parametrize("amp", [{"enabled": False}, {"enabled": False, "opt_level": "O1"}, {},
+                                 {"enabled": "auto", "opt_level": "auto"}])
+def test_apex_is_accepted_where_it_is_off(amp: dict[str, Any]) -> None:
+    assert Settings({"amp": amp}).ignored == {}
+    with pytest.raises(pagoda.UserError, match=r"amp\.enabled is true.*bf16\.enabled or fp16"):
+        Settings({"amp": {"enabled": True, "opt_level": "O1"}})
+
+
 # "auto", as configurations for Hugging Face's Trainer have it.
 
 AUTO: dict[str, Any] = {

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -283,3 +284,36 @@ def test_a_gradient_set_after_the_last_backward_never_spoils_a_step() -> None:
             model[2].bias.grad = None
             paged.step()
     assert paged.stats()["steps"] == 4
+
+
+# Accumulation.
+
+
+def test_a_loop_that_steps_after_every_micro_batch_is_warned_once() -> None:
+    paged, model = engine(accumulation=4), net()
+    paged.attach(model)
+    paged.backward(loss_of(model))
+    with pytest.warns(UserWarning, match=r"step\(\) after 1 backward\(\), and accumulation=4"):
+        paged.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trains(paged, model)
+
+
+def test_a_short_accumulation_that_is_meant_is_not_warned_of() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for first in ([None, None], [False, None], [True]):
+            paged, model = engine(accumulation=2), net()
+            paged.attach(model)
+            paged.step()  # nothing yet
+            for last in first:
+                paged.backward(loss_of(model), last)
+            paged.step()
+            trains(paged, model, 1)  # the last of an epoch
+        loss_of(model).backward()
+        paged.step()
+        paged.release(model)
+        paged.attach(model)
+        loss_of(model).backward()  # a framework's loop, which counts itself
+        paged.step()

@@ -251,7 +251,31 @@ WRONG_CALLS: dict[str, tuple[Callable[[Scene], Any], str]] = {
     "attach with clip nan": (lambda s: s.paged.attach(s.other, clip=math.nan), "clip"),
     "attach with clip infinite": (lambda s: s.paged.attach(s.other, clip=math.inf), "clip"),
     "attach with a word as clip": (lambda s: s.paged.attach(s.other, clip="1"), "clip"),
-    "attach nothing": (lambda s: s.paged.attach(torch.nn.ReLU()), "nothing to train"),
+    "attach nothing": (lambda s: s.paged.attach(torch.nn.ReLU()), "the model has no parameters"),
+    "attach what is frozen": (
+        lambda s: s.paged.attach(net().requires_grad_(False)),
+        "to train: none of the model's 6 parameters requires a gradient"),
+    "attach with torch's name of an optimizer": (
+        lambda s: s.paged.attach(s.other, optimizer="adamW"), "did you mean 'adamw'"),
+    "attach with an optimizer beside the model": (
+        lambda s: s.paged.attach(s.other, torch.optim.SGD(s.other.parameters())),
+        r"attach\(model, optimizer='adamw', lr=…\)"),
+    "attach with a word beside the model": (
+        lambda s: s.paged.attach(s.other, "lion"), r"attach\(model, optimizer='lion'"),
+    "attach with a number beside the model": (lambda s: s.paged.attach(s.other, 7), "not a int"),
+    "attach with learning_rate": (
+        lambda s: s.paged.attach(s.other, learning_rate=1.0), "'learning_rate': say lr=…"),
+    "attach with max_grad_norm": (
+        lambda s: s.paged.attach(s.other, max_grad_norm=1.0), "'max_grad_norm': say clip=…"),
+    "attach with amsgrad": (
+        lambda s: s.paged.attach(s.other, amsgrad=True), "'amsgrad': it is not supported"),
+    "attach with a keyword of the engine": (
+        lambda s: s.paged.attach(s.other, accumulation=2), r"belongs in Engine\(accumulation=2\)"),
+    "attach with a stage": (
+        lambda s: s.paged.attach(s.other, stage=2), r"belongs in Engine\(zero=2\)"),
+    "attach with a misspelt constant": (
+        lambda s: s.paged.attach(s.other, weigth_decay=1), "did you mean 'weight_decay'"),
+    "attach with nonsense": (lambda s: s.paged.attach(s.other, xyz=1), "'xyz'; it has lr, betas"),
     "release None of nothing": (lambda s: s.paged.release("model"), "torch.nn.Module"),
     "release another": (lambda s: s.paged.release(s.other), "no parameter of this model"),
     "release nothing": (lambda s: s.paged.release(torch.nn.ReLU()), "no parameter of this model"),
@@ -349,6 +373,41 @@ def test_a_wrong_call_leaves_a_training_as_it_was(call: str) -> None:
 ])
 def test_an_engine_of_nonsense(keywords: dict[str, Any]) -> None:
     raises(lambda: engine(**keywords), ".")
+
+
+@pytest.mark.parametrize(("keywords", "match"), [
+    ({"optimizer": "AdamW"}, r"belongs in attach\(model, optimizer="),
+    ({"optimizer": torch.optim.AdamW}, r"belongs in attach\(model, optimizer="),
+    ({"optimizer": torch.optim.SGD([torch.ones(1)])}, r"belongs in attach\(model, optimizer="),
+    ({"lr": 1e-3}, r"'lr': it belongs in attach\(model, lr=…\)"),
+    ({"weight_decay": 0.1}, r"attach\(model, weight_decay=…\)"),
+    ({"betas": (0.9, 0.95)}, r"attach\(model, betas=…\)"), ({"stage": 3}, "say zero=3"),
+    ({"budget": "6GiB"}, "say device_budget='6GiB'"), ({"memory": "6GiB"}, "say device_budget="),
+    ({"max_grad_norm": 1.0}, r"say clip=1\.0"), ({"gradient_clipping": 1.0}, r"say clip=1\.0"),
+    ({"zero": -1}, "zero = -1 .* a whole number from 0 to 3"),
+    ({"seed": -1}, "seed = -1 .* a whole number from 0"), ({"clip": math.nan}, "a number from 0"),
+    ({"timeout": math.nan}, "a number above 0"), ({"device_budget": math.nan}, "it takes bytes"),
+    ({"device_budget": 0.5}, "device_budget"), ({"device_budget": object()}, "it takes bytes"),
+    ({"device_bugdet": object()}, "did you mean 'device_budget'"),
+])
+def test_a_keyword_that_belongs_elsewhere_says_where(keywords: dict[str, Any], match: str) -> None:
+    raises(lambda: engine(**keywords), match)
+
+
+def test_an_engine_takes_keywords_and_whole_floats() -> None:
+    raises(lambda: pagoda.Engine("6GiB"), r"Engine\('6GiB'\): it takes keywords only")
+    with engine(device_budget=1e6, host_budget=float(64 << 20)) as paged:
+        assert paged.stats()["tiers"]["host"]["budget"] == 64 << 20
+
+
+def test_after_close_every_call_says_so(tmp_path: Path) -> None:
+    scene = Scene("dropped")
+    for name, call in SENSE.items():
+        if name not in ("device", "close", "leave"):
+            raises(lambda call=call: call(scene), "the engine has been closed")  # type: ignore[misc]
+    raises(lambda: build(scene), "the engine has been closed")
+    raises(lambda: save(scene, tmp_path), "the engine has been closed")
+    raises(scene.paged.__enter__, "the engine has been closed")
 
 
 def test_scopes_of_building_may_be_mixed_up() -> None:

@@ -185,6 +185,32 @@ def test_a_parameter_that_came_later_is_not_trained_and_that_is_said_once() -> N
     assert not torch.equal(adapter.weight, before)
 
 
+def test_parameters_in_no_group_are_not_trained_and_that_is_said_once() -> None:
+    paged = engine()
+    model = stack()
+    paged.attach(model, groups=[{"params": model[0].parameters()}, {"params": model[1].parameters()}])
+    before = model[2].weight.detach().clone()
+    paged.backward(loss_of(model))
+    with pytest.warns(UserWarning, match=(
+            r"does not train '2.weight', '2.bias', .* and 3 others: .*in none of its groups.*"
+            r"requires_grad_\(False\)")):
+        paged.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trained(paged, model, lambda m, step: None, 2)
+    assert torch.equal(model[2].weight, before)
+
+
+def test_frozen_parameters_in_no_group_need_no_warning() -> None:
+    paged = engine()
+    model = stack()
+    freeze(model, *range(1, LAYERS))
+    paged.attach(model, groups=[{"params": model[0].parameters()}])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trained(paged, model, lambda m, step: None, 2)
+
+
 def test_all_frozen_in_groups_until_they_are_thawed() -> None:
     paged = engine()
     model = stack().requires_grad_(False)

@@ -103,6 +103,20 @@ def test_checkpoints_are_written_page_by_page(tmp_path: Path) -> None:
     assert model not in pagoda.trainer._attached
 
 
+def test_arguments_attach_and_a_plain_trainer_is_told_of_them(tmp_path: Path) -> None:
+    engine = pagoda.Engine(**parity.config_below_a_third(ZOO["gpt2"].make))
+    model: Any = ZOO["gpt2"].make()
+    engine.attach(model)
+    with pytest.raises(pagoda.UserError, match=r"arguments\(\) attaches it itself: leave attach\(\)"):
+        pagoda.trainer.arguments(engine, model, arguments(tmp_path))
+    for norm in (0.5, 0.0):  # the clipping, and without it the step
+        plain = Trainer(model=model, args=arguments(tmp_path, max_grad_norm=norm), train_dataset=Texts())
+        with pytest.raises(pagoda.UserError, match=r"Trainer takes \*\*pagoda\.trainer\.arguments\("):
+            plain.train()
+        if engine.has_gradients():
+            engine.step()
+
+
 def test_what_cannot_be_is_said(tmp_path: Path) -> None:
     engine = pagoda.Engine(device="cpu", device_budget="8MiB")
     model = ZOO["gpt2"].make()
