@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pagoda.errors import UserError
 from pagoda.vectors import copy_to_attached
+from pagoda.saved_mutations import guard_saved_mutations
 from pagoda.wrappers import guard_wrappers
 
 if TYPE_CHECKING:
@@ -144,5 +145,6 @@ def _guard() -> None:
         _guard_clipping(name)
     _guard_zeroing()
     guard_wrappers(lambda tensors: _attachment_of(tensors) is not None)
+    guard_saved_mutations(lambda: len(_attached) > 0)
     register_optimizer_step_pre_hook(_guard_steps)
     copy_to_attached(lambda tensors: _attachment_of(tensors) is not None)

@@ -166,3 +166,14 @@ def test_calls_of_two_threads_are_refused() -> None:
     assert len(refused) == 1 and "another thread is in backward()" in refused[0]
     engine.step()
     engine.close()
+
+
+def test_mutation_of_saved_tensors_is_refused_while_a_model_is_attached() -> None:
+    engine, model = pagoda.Engine(device="cpu", device_budget="1MiB"), make_model()
+    engine.attach(model)
+    with (pytest.raises(pagoda.UserError, match="addresses"),
+          torch.autograd.graph.allow_mutation_on_saved_tensors()):
+        pass
+    engine.close()
+    with torch.autograd.graph.allow_mutation_on_saved_tensors():
+        pass
