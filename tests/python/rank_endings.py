@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -100,9 +101,10 @@ def graph_outlives_close() -> None:
     del kept
 
 
-def close_gives_back(zero: int) -> None:
-    engine, model = started(zero=zero)
+def close_gives_back(zero: int, pause: Callable[[], float] = lambda: 0, **config: Any) -> None:
+    engine, model = started(zero=zero, **config)
     train(engine, model, 3)
+    time.sleep(pause())
     engine.close()
     for p in model.parameters():
         print(p.detach().numpy().tobytes().hex())
@@ -132,6 +134,10 @@ for _zero in (0, 3):
     SCENARIOS[f"attach_fails_on_one_{_zero}"] = functools.partial(attach_fails_on_one, _zero)
 for _zero in (0, 2, 3):
     SCENARIOS[f"close_gives_back_{_zero}"] = functools.partial(close_gives_back, _zero)
+# One rank logs or evaluates for a while; or both leave the engine alone for longer than the timeout.
+SCENARIOS["close_gives_back_later"] = functools.partial(close_gives_back, 3, lambda: 2.0 * RANK)
+SCENARIOS["close_gives_back_after_a_pause"] = functools.partial(close_gives_back, 3, lambda: 3.5,
+                                                                timeout=2)
 
 
 @scenario

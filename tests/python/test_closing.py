@@ -196,9 +196,9 @@ def test_the_end_of_the_interpreter_is_silent() -> None:
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
 
 
-@pytest.mark.parametrize("zero", [0, 2, 3])
-def test_ranks_give_the_weights_back_together(zero: int, tmp_path: Path) -> None:
-    name = f"close_gives_back_{zero}"
+@pytest.mark.parametrize("how", ["0", "2", "3", "later", "after_a_pause"])
+def test_ranks_give_the_weights_back_together(how: str, tmp_path: Path) -> None:
+    name = f"close_gives_back_{how}"
     ended = run_scenarios([name], tmp_path)[name]
     assert [one.code for one in ended] == [0, 0], shown(ended)
     assert ended[0].output == ended[1].output != "", shown(ended)
