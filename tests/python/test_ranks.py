@@ -79,3 +79,13 @@ def test_parity(ranks: int, how: str, tmp_path: Path) -> None:
             got = torch.load(tmp_path / f"{name}.{rank}.pt")
             different = [key for key, value in expected.items() if not torch.equal(value, got[key])]
             assert different == [], f"{name}, rank {rank} of {ranks}"
+
+
+def test_ranks_that_torchrun_restarts_find_each_other(tmp_path: Path) -> None:
+    """Its store has outlived the attempt before, with the addresses of ranks that are gone."""
+    result = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+         "--max-restarts", "1", str(Path(__file__).with_name("restarted_rank.py")), str(tmp_path)],
+        check=False, text=True, capture_output=True, timeout=120)
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert (tmp_path / "rank0").read_text() == (tmp_path / "rank1").read_text() != ""
