@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-# pagoda_test(NAME [WHOLE] LABELS unit|property|cuda|slow … SOURCES … LIBRARIES …)
+# pagoda_test(NAME [WHOLE | SHARDS N] LABELS unit|property|cuda|slow … SOURCES … LIBRARIES …)
 #
 # A GoogleTest binary `build/bin/tests/NAME`. Each of its tests is a CTest test of its own, found by
 # asking the binary when CTest starts. LABELS are those of the whole binary: what is slow or needs a
 # GPU lives in a binary of its own. WHOLE makes the binary one CTest test: one that loads torch takes
-# most of a second to start.
+# most of a second to start. SHARDS N makes it N of them, for one that would be the last to end.
 find_package(GTest REQUIRED)
 include(GoogleTest)
 
 function(pagoda_test NAME)
-  cmake_parse_arguments(TEST "WHOLE" "TIMEOUT" "LABELS;SOURCES;LIBRARIES" ${ARGN})
+  cmake_parse_arguments(TEST "WHOLE" "TIMEOUT;SHARDS" "LABELS;SOURCES;LIBRARIES" ${ARGN})
   if(NOT TEST_TIMEOUT)
     set(TEST_TIMEOUT 120)
   endif()
@@ -31,6 +31,16 @@ function(pagoda_test NAME)
   set_target_properties(${NAME} PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 0)
   set_target_properties(${NAME} PROPERTIES
     RUNTIME_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/bin/tests)
+  if(TEST_SHARDS)
+    math(EXPR last "${TEST_SHARDS} - 1")
+    foreach(shard RANGE ${last})
+      add_test(NAME ${NAME}/shard_${shard} COMMAND ${NAME})
+      set_tests_properties(${NAME}/shard_${shard} PROPERTIES LABELS "${TEST_LABELS}"
+        TIMEOUT ${TEST_TIMEOUT}
+        ENVIRONMENT "GTEST_TOTAL_SHARDS=${TEST_SHARDS};GTEST_SHARD_INDEX=${shard}")
+    endforeach()
+    return()
+  endif()
   if(TEST_WHOLE)
     add_test(NAME ${NAME} COMMAND ${NAME})
     set_tests_properties(${NAME} PROPERTIES LABELS "${TEST_LABELS}" TIMEOUT ${TEST_TIMEOUT})
