@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from processes import Ended, run_scenarios, shown
-from rank_scenarios import SCENARIOS, TIMEOUT
+from rank_scenario import TIMEOUT
+from rank_scenarios import SCENARIOS
 
 Results = dict[str, list[Ended]]
 
