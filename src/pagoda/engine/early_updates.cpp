@@ -96,6 +96,14 @@ void EarlyUpdates::require_may_write(const TrainedPage& page) {
   require_no_window(fmt::format("an in-place write to parameter '{}'", page.page->name()));
 }
 
+void EarlyUpdates::wait_for_update(const TrainedPage& page) {
+  {
+    const Lock lock(mutex_);
+    if (std::find(begun_.begin(), begun_.end(), &page) == begun_.end()) return;
+  }
+  updater_.wait_for_early(page);
+}
+
 pager::RawWrites EarlyUpdates::raw_writes() const {
   const Lock lock(mutex_);
   if (!in_window(lock)) return pager::RawWrites::Count;

@@ -61,6 +61,8 @@ class EarlyUpdates {
   /// The user writes to a trained parameter: the same, but for what its own pass does to it before
   /// its gradient comes.
   void require_may_write(const optim::TrainedPage& page);
+  /// The user holds the page: returns when an update of it that has begun has been computed.
+  void wait_for_update(const optim::TrainedPage& page);
   /// What becomes of a write to a trained parameter that is found only later.
   pager::RawWrites raw_writes() const;
   /// The user reads gradients, which early updates that cannot be rolled back have used up.

@@ -91,6 +91,7 @@ void Runtime::build() {
         check();
       },
       [this](Page& page) {
+        early_->wait_for_update(*trained(page));
         if (shards_ != nullptr) shards_->wait_for_other_ranks(page);
         check();
       });

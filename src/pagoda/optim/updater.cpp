@@ -284,6 +284,18 @@ void Updater::wait_for_update(pager::Page& page) {
   pager_.wait_for_version(page);
 }
 
+void Updater::wait_for_early(const TrainedPage& page) {
+  std::unique_lock lock(mutex_);
+  UpdateRecord& record = *records_.at(page.page);
+  const Waiter waiter(record, changed_);
+  if (!record.released) queue_.bring_forward(record);
+  changed_.wait(lock, [&] {
+    const bool begun = record.stage == Stage::Waiting || record.stage == Stage::Running;
+    return !begun || record.released || error_ != nullptr || stopping_;
+  });
+  if (error_ != nullptr) std::rethrow_exception(error_);
+}
+
 bool Updater::can_wait_for_rows(const pager::Page& page, std::uint64_t wanted) {
   const std::lock_guard lock(mutex_);
   const auto found = records_.find(&page);

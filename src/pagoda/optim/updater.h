@@ -97,6 +97,8 @@ class Updater final : public pager::PendingUpdates {
   /// home keeps the parameters of before. `reversible`: so do state and gradient. See "Early
   /// updates" in docs/notes/lazy-updates.md.
   void start_early(TrainedPage& page, std::shared_ptr<const StepScalars> scalars, bool reversible);
+  /// Returns when an early update of the page, if one has been started, has been computed.
+  void wait_for_early(const TrainedPage& page);
   /// Whether an early update of the page has been started, and step() has not taken it yet.
   bool early(const TrainedPage& page) const;
   /// step() takes these early updates; the pager knows that they are pending. What has been

@@ -167,7 +167,13 @@ Hold Pager::hold(Page& page, device::Stream* consumer, bool write, RawWrites wri
   parts_->holds.add(record_of(page), write, writes, lock);
   thread_pins::forget(page);  // touch() has just put it there; any thread may let go of a hold
   pin.forget();
-  return {*this, page};
+  Hold hold{*this, page};
+  const bool in_place = record_of(page).fixed;
+  lock.unlock();
+  // From here on no early update begins; of a page that has one copy only, one that had begun reads
+  // what the pointer may write to.
+  if (in_place) wait_for_other_ranks(page);
+  return hold;
 }
 
 void Pager::wait_for_other_ranks(Page& page) {

@@ -27,7 +27,8 @@ class PendingUpdates {
   /// User code is about to write to a page without a pending update: returns when no other rank
   /// still has to read what it holds now.
   virtual void about_to_write(Page& /*page*/) {}
-  /// The same of a page that user code has a pointer to from now on: it may write there unseen.
+  /// The same of a page that user code has a pointer to from now on: it may write there unseen. And
+  /// no update that has begun still has to read it.
   virtual void about_to_hold(Page& /*page*/) {}
   /// The elements of `page` whose master this rank keeps; `shard` where it does not know better.
   virtual Range kept(const Page& page, Range shard) = 0;
