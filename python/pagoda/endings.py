@@ -20,6 +20,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from pagoda import interruptions
+
 if TYPE_CHECKING:
     from pagoda.library import Handle
 
@@ -56,6 +58,10 @@ class Told:
     def fail(self, error: BaseException) -> None:
         """The other ranks raise this error. After the first one it does nothing."""
         self._handle.fail(text_of(error))
+
+    def waits(self) -> bool:
+        """Whether this rank waits for others."""
+        return self._handle.waited_for_ranks() > 0
 
 
 _open: weakref.WeakSet[Told] = weakref.WeakSet()
@@ -99,6 +105,17 @@ class Ending:
         lost = self._handle.close(True)
         if lost and (self._saved_at is None or self._saved_at != steps):
             warnings.warn(lost, RuntimeWarning, stacklevel=4)  # whoever calls close()
+
+
+def listen_for_interrupts() -> None:
+    """From now on Ctrl-C ends waits for other ranks."""
+    interruptions.listen(lambda: any(told.waits() for told in list(_open)), _interrupt)
+
+
+def _interrupt() -> None:
+    for told in list(_open):
+        if told.waits():
+            told.fail(KeyboardInterrupt())
 
 
 def watch(handle: Handle) -> Told:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import types
 import warnings
@@ -22,7 +23,7 @@ from pagoda.arguments import boxed, check_model, described, directory_of, module
 from pagoda.attachment import Attachment
 from pagoda.birth import birth_scope
 from pagoda.copies import copy_pages
-from pagoda.endings import Ending, is_failure, text_of, watch
+from pagoda.endings import Ending, is_failure, listen_for_interrupts, text_of, watch
 from pagoda.errors import EngineError, UserError, translated
 from pagoda.export import save
 from pagoda.keywords import (KINDS, as_json, no_such_optimizer, require_attach_keywords,
@@ -85,6 +86,8 @@ class Engine:
         theirs = boxed("group", group), boxed("gradient_group", gradient_group)
         if gradient_group is not None and group is None:
             raise UserError("gradient_group needs torch.distributed to be initialized, or group=")
+        if (group.size() if group is not None else os.environ.get("WORLD_SIZE", "1")) not in (1, "1"):
+            listen_for_interrupts()  # before it waits for them to connect
         self._handle: Handle = make_engine(text, *theirs, group is None)
         # Not a destructor: it may not run while Python's lock is held.
         self._ending = Ending(self._handle)

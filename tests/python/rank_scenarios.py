@@ -20,6 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2] / "python"))
 
 import rank_endings
+import rank_interrupts
 import rank_sums
 import torch
 from rank_scenario import (
@@ -37,7 +38,7 @@ from rank_scenario import (
 )
 from torch import distributed
 
-__all__ = ["SCENARIOS", "rank_endings"]
+__all__ = ["SCENARIOS", "rank_endings", "rank_interrupts"]
 
 DIRECTORY = Path()
 

@@ -17,7 +17,8 @@ constexpr Tag kCollectiveTag = kTags;
 /// Claims the group for one collective, so that a second thread is told instead of mixed in.
 class CollectiveClaim {
  public:
-  CollectiveClaim(std::atomic<bool>& claimed, const std::string& group) : claimed_(claimed) {
+  CollectiveClaim(std::atomic<bool>& claimed, WaitMeter& meter, const std::string& group)
+      : claimed_(claimed), waiting_(meter) {
     PAGODA_CHECK(!claimed_.exchange(true, std::memory_order_acquire),
                  "two threads are in collectives of group '{}' at once", group);
   }
@@ -27,6 +28,7 @@ class CollectiveClaim {
 
  private:
   std::atomic<bool>& claimed_;
+  const WaitMeter::Waiting waiting_;
 };
 
 template <class Spans>
@@ -67,7 +69,7 @@ void Group::all_gather(std::span<const std::byte> mine,
   PAGODA_REQUIRE_EQ(parts.size(), static_cast<std::size_t>(size_), "all_gather: one part a rank");
   PAGODA_REQUIRE_EQ(parts[me].size(), mine.size(), "all_gather: this rank's own part");
   PAGODA_TRACE("comm", "all_gather", {"group", name_}, {"bytes", mine.size()});
-  const CollectiveClaim claim(in_collective_, name_);
+  const CollectiveClaim claim(in_collective_, collectives_, name_);
   guarded([&] { do_all_gather(mine, parts); });
   gather_.add(mine.size() * (parts.size() - 1), bytes_of_others(parts, me));
 }
@@ -79,7 +81,7 @@ void Group::all_to_all(std::span<const std::span<const std::byte>> to,
   PAGODA_REQUIRE_EQ(from.size(), static_cast<std::size_t>(size_), "all_to_all: one part a rank");
   PAGODA_REQUIRE_EQ(to[me].size(), from[me].size(), "all_to_all: this rank's own part");
   PAGODA_TRACE("comm", "all_to_all", {"group", name_}, {"bytes", bytes_of_others(to, me)});
-  const CollectiveClaim claim(in_collective_, name_);
+  const CollectiveClaim claim(in_collective_, collectives_, name_);
   guarded([&] { do_all_to_all(to, from); });
   all_to_all_.add(bytes_of_others(to, me), bytes_of_others(from, me));
 }
@@ -87,7 +89,7 @@ void Group::all_to_all(std::span<const std::span<const std::byte>> to,
 void Group::broadcast(std::span<std::byte> data, int root) {
   PAGODA_REQUIRE(root >= 0 && root < size_, "broadcast from rank {} of {}", root, size_);
   PAGODA_TRACE("comm", "broadcast", {"group", name_}, {"bytes", data.size()}, {"root", root});
-  const CollectiveClaim claim(in_collective_, name_);
+  const CollectiveClaim claim(in_collective_, collectives_, name_);
   guarded([&] { do_broadcast(data, root); });
   const auto others = static_cast<std::uint64_t>(size_ - 1);
   broadcast_.add(rank_ == root ? data.size() * others : 0, rank_ == root ? 0 : data.size());
@@ -102,7 +104,7 @@ void Group::barrier() {
 template <class T, class Fold>
 void Group::all_reduce(std::span<T> values, Fold fold) {
   PAGODA_TRACE("comm", "all_reduce", {"group", name_}, {"values", values.size()});
-  const CollectiveClaim claim(in_collective_, name_);
+  const CollectiveClaim claim(in_collective_, collectives_, name_);
   const auto ranks = static_cast<std::size_t>(size_);
   std::vector<T> all(values.size() * ranks);
   std::vector<std::span<std::byte>> parts(ranks);

@@ -11,6 +11,7 @@
 #include "pagoda/comm/comm_error.h"
 #include "pagoda/comm/traffic.h"
 #include "pagoda/comm/transfer.h"
+#include "pagoda/comm/wait_meter.h"
 
 namespace pagoda::comm {
 
@@ -70,6 +71,8 @@ class Group {
   bool aborted() const noexcept { return aborted_.load(std::memory_order_acquire); }
 
   GroupStats stats() const noexcept;
+  /// For how long a collective has been under way; 0: none is. Any thread.
+  Nanos waited() const noexcept { return collectives_.waited(); }
   /// Device memory that the group itself keeps for what passes through it.
   virtual std::uint64_t buffer_bytes() const noexcept { return 0; }
 
@@ -101,6 +104,7 @@ class Group {
   const int size_;
   const std::string name_;
   std::atomic<bool> in_collective_ = false;
+  WaitMeter collectives_;
   std::atomic<bool> aborted_ = false;
   mutable RankedMutex<LockRank::GroupAbort> abort_mutex_;
   std::string abort_reason_;  // guarded by abort_mutex_, set once

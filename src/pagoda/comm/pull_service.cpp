@@ -225,7 +225,10 @@ void PullService::pull(std::span<const Pull> pulls) {
     if (!pull.out.empty()) transfers.push_back(receive_from(pull.rank, tag + 1, pull.out));
     transfers.push_back(send_to(pull.rank, kAskTag, wire(asked[i].ask)));
   }
-  if (!transfers.empty()) group_->exchange(transfers);
+  if (!transfers.empty()) {
+    const WaitMeter::Waiting waiting(pulls_);
+    group_->exchange(transfers);
+  }
 
   for (std::size_t i = 0; i < pulls.size(); ++i) {
     const Pull& pull = pulls[i];

@@ -109,6 +109,8 @@ class PullService {
   void abort(std::string reason) noexcept;
 
   Stats stats() const noexcept;
+  /// For how long pulls have been under way; 0: none is. Any thread.
+  Nanos waited() const noexcept { return pulls_.waited(); }
   int rank() const noexcept { return group_->rank(); }
   int size() const noexcept { return group_->size(); }
 
@@ -141,6 +143,7 @@ class PullService {
   bool stopping_ = false;             // guarded by mutex_
   std::vector<std::thread> workers_;  // guarded by mutex_ until stopping_
 
+  WaitMeter pulls_;
   TrafficMeter pulled_;
   TrafficMeter served_;
   std::atomic<std::uint64_t> refused_ = 0;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "pagoda/engine/ranks.h"
 
+#include <algorithm>
 #include <chrono>
 #include <utility>
 
@@ -49,10 +50,17 @@ void Ranks::look_at_others(std::span<const comm::PeerNote> notes) {
                                    std::chrono::duration<double>(watching_.timeout)))
           .count();
   others_.store(RankStatus::others(notes, timeout));
-  const auto idle =
-      RankStatus::idle_peer(notes, status_.in_call().value_or(watching_.in_backward()), rank(),
-                            watching_.waited(), timeout);
+  const auto idle = RankStatus::idle_peer(
+      notes, status_.in_call().value_or(watching_.in_backward()), rank(), waited(), timeout);
   if (idle) failure_.fail(std::make_exception_ptr(Diverged(*idle)));
+}
+
+Nanos Ranks::waited() const noexcept {
+  Nanos most = 0;
+  for (const comm::Group* group : {calls_.get(), control_.get(), gradients_.get()}) {
+    if (group != nullptr) most = std::max(most, group->waited());
+  }
+  return most;
 }
 
 void Ranks::give_up(const std::string& why) {

@@ -47,14 +47,16 @@ class Ranks {
     double heartbeat = 0;
     /// Counts what this rank has done for itself.
     RankStatus::Activity activity;
-    /// Where this rank is when it is in no call, and how long it has waited for the others there.
+    /// Where this rank is when it is in no call.
     std::function<std::string()> in_backward;
-    std::function<Nanos()> waited;
   };
   /// From now on a rank that is gone or idle is a failure.
   void watch(Watching watching);
   RankStatus& status() noexcept { return status_; }
   const RankStatus& status() const noexcept { return status_; }
+  /// For how long this rank has waited for others in one of its groups; 0: it does not. Any thread,
+  /// between connect() and disconnect().
+  Nanos waited() const noexcept;
   /// As the watch has seen it last.
   RankStatus::Others others() const noexcept { return others_.load(); }
 

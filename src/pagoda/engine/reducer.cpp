@@ -217,19 +217,6 @@ bool Reducer::thaw_news() const {
   return thaw_news_;
 }
 
-Nanos Reducer::waiting() const noexcept {
-  const Nanos since = waits_since_.load(std::memory_order_relaxed);
-  return since == 0 ? 0 : now_ns() - since;
-}
-
-/// Does what needs other ranks: for so long this one waits for them.
-template <class Work>
-void Reducer::with_others(const Work& work) {
-  waits_since_.store(now_ns(), std::memory_order_relaxed);
-  work();
-  waits_since_.store(0, std::memory_order_relaxed);
-}
-
 std::vector<std::uint32_t> Reducer::arrival_order() const {
   const Lock lock(mutex_);
   return arrival_order_;
@@ -262,8 +249,7 @@ void Reducer::run() {
       Collective mine = round != nullptr ? options_.in_backward() : *call_;
       mine.thawed = round != nullptr ? !round->thawed.empty() : frozen_.news();
       lock.unlock();
-      std::vector<Collective> all;
-      with_others([&] { all = engine::exchange(*groups_.calls, mine); });
+      std::vector<Collective> all = engine::exchange(*groups_.calls, mine);
       const bool none = std::none_of(all.begin(), all.end(), in_backward);
       if (none) (void)call_of_all(all);
       const bool thawed =
@@ -329,9 +315,8 @@ bool Reducer::allows_early(const Collective& mine, std::span<const Collective> a
 void Reducer::admit(Round* round, Lock& lock) {
   const FrozenSet thawed = round != nullptr ? round->thawed : FrozenSet{};
   lock.unlock();
-  std::vector<TrainedPage*> joined;
-  with_others(
-      [&] { joined = frozen_.admit(thawed, FrozenParameters::Asking::Round, groups_.calls); });
+  const std::vector<TrainedPage*> joined =
+      frozen_.admit(thawed, FrozenParameters::Asking::Round, groups_.calls);
   lock.lock();
   order_.insert(order_.end(), joined.begin(), joined.end());
   use_plan(make_plan(order_), lock);
@@ -492,7 +477,7 @@ void Reducer::exchange(std::span<const Item> bucket, Round* round) {
     in += own_bytes;
   }
   stream_->synchronize();
-  with_others([&] { groups_.gradients->all_to_all(to, from); });
+  groups_.gradients->all_to_all(to, from);
 
   std::vector<const std::byte*> messages(ranks);
   for (std::size_t r = 0; r < ranks; ++r) {

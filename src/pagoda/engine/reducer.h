@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <atomic>
 #include <deque>
 #include <exception>
 #include <functional>
@@ -103,8 +102,6 @@ class Reducer {
   bool met() const;
   /// What meet() has heard: whether anything is thawed on any rank.
   bool thaw_news() const;
-  /// For how long the thread has waited for other ranks.
-  Nanos waiting() const noexcept;
 
   /// Page numbers in the order in which their gradients last came; for set_order().
   std::vector<std::uint32_t> arrival_order() const;
@@ -166,8 +163,6 @@ class Reducer {
   Round& new_round(const Lock& lock);
   void admit(Round* round, Lock& lock);
 
-  template <class Work>
-  void with_others(const Work& work);
   bool allows_early(const Collective& mine, std::span<const Collective> all) const;
 
   const Groups groups_;
@@ -196,7 +191,6 @@ class Reducer {
   std::exception_ptr error_;        // guarded by mutex_
   ReducerStats stats_;              // guarded by mutex_
 
-  std::atomic<Nanos> waits_since_{0};  // for other ranks; 0: it does not
   bool may_begin_ = true;  // the thread's own: updates of this round may begin before step()
 
   std::shared_ptr<device::Stream> stream_;

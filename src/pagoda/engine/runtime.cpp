@@ -125,6 +125,10 @@ void Runtime::check() const {
   failure_.check();
 }
 
+Nanos Runtime::waited_for_ranks() const noexcept {
+  return std::max(ranks_.waited(), shards_ != nullptr ? shards_->waited() : 0);
+}
+
 /// This rank can no longer answer the others. If that is because one of them is gone, whoever
 /// notices which one says so; within the time that a silent rank is given.
 void Runtime::pulls_ended(const std::string& reason) {

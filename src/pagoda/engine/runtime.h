@@ -149,6 +149,9 @@ class Runtime {
   /// Throws the first error, if there was one; in a forked process, that it belongs to another.
   void check() const;
   bool failed() const noexcept { return failure_.failed(); }
+  /// For how long this rank has waited for others: in a call, for gradients or for shards; 0: it
+  /// does not. Any thread.
+  Nanos waited_for_ranks() const noexcept;
   /// The engine cannot go on: latches the first error, tells everyone who waits and every rank.
   void fail(std::exception_ptr error, log::Level level = log::Level::Error) noexcept {
     failure_.fail(std::move(error), level);

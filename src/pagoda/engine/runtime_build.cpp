@@ -145,7 +145,6 @@ void Runtime::watch_others() {
            updater_->stats().pages;
   };
   watching.in_backward = [this] { return where_in(Call::Backward); };
-  watching.waited = [this] { return reducer_->waiting(); };
   ranks_.watch(std::move(watching));
 }
 

@@ -74,6 +74,8 @@ class ShardExchange final : public pager::RemoteShards {
   /// Ends all waiting.
   void fail(const std::string& why) noexcept;
   comm::PullService::Stats stats() const { return pulls_->stats(); }
+  /// For how long this rank has waited for others' shards; 0: it does not. Any thread.
+  Nanos waited() const noexcept { return pulls_->waited(); }
 
  private:
   static constexpr std::size_t kServed = 2;

@@ -306,6 +306,7 @@ class BoundEngine final : public ::torch::CustomClassHolder {
     {
       const std::lock_guard lock(mutex_);
       engine.swap(engine_);
+      closing_ = engine;
     }
     return engine != nullptr ? engine->close(give_back) : std::string();
   }
@@ -380,12 +381,12 @@ class BoundEngine final : public ::torch::CustomClassHolder {
   }
   /// From any thread. Also of an engine that has been closed: then there is nobody to tell.
   void fail(const std::string& why) {
-    std::shared_ptr<Engine> engine;
-    {
-      const std::lock_guard lock(mutex_);
-      engine = engine_;
-    }
-    if (engine != nullptr) engine->fail(why);
+    if (const auto engine = open_or_closing()) engine->fail(why);
+  }
+  /// From any thread.
+  double waited_for_ranks() {
+    const auto engine = open_or_closing();
+    return engine != nullptr ? engine->waited_for_ranks() : 0;
   }
   void zero_grad() {
     translating_errors([&] { engine().zero_grad(); });
@@ -468,7 +469,13 @@ class BoundEngine final : public ::torch::CustomClassHolder {
     return *engine_;
   }
 
+  std::shared_ptr<Engine> open_or_closing() {
+    const std::lock_guard lock(mutex_);
+    return engine_ != nullptr ? engine_ : closing_.lock();
+  }
+
   RankedMutex<LockRank::BoundEngine> mutex_;
+  std::weak_ptr<Engine> closing_;   // guarded by mutex_: close() has been called
   std::shared_ptr<Engine> engine_;  // guarded by mutex_ but for reads of the thread that calls
   std::vector<std::unique_ptr<BuildSurroundings>> builds_;  // under way
 };
@@ -485,6 +492,7 @@ TORCH_LIBRARY_FRAGMENT(pagoda, library) {
   using pagoda::torch::BoundRegionPages;
   using pagoda::torch::BoundSaved;
   library.def("config_keys() -> str[]", pagoda::torch::config_keys);
+  library.def("interrupt_joins() -> ()", [] { pagoda::torch::interrupt_joins(); });
   library.def("optimizer_constants(str kind) -> Dict(str, float)", [](const std::string& kind) {
     return pagoda::torch::translating_errors([&] { return pagoda::torch::constants_of(kind); });
   });
@@ -519,6 +527,7 @@ TORCH_LIBRARY_FRAGMENT(pagoda, library) {
       .def("begin_call", &BoundEngine::begin_call)
       .def("end_call", &BoundEngine::end_call)
       .def("fail", &BoundEngine::fail)
+      .def("waited_for_ranks", &BoundEngine::waited_for_ranks)
       .def("zero_grad", &BoundEngine::zero_grad)
       .def("has_gradients", &BoundEngine::has_gradients)
       .def("set_loss_is_scaled", &BoundEngine::set_loss_is_scaled)

@@ -100,6 +100,11 @@ void Engine::fail(const std::string& why) {
   impl_->runtime().fail(std::make_exception_ptr(EngineError(why)), log::Level::Debug);
 }
 
+double Engine::waited_for_ranks() const noexcept {
+  return impl_->runtime().here() ? static_cast<double>(impl_->runtime().waited_for_ranks()) / 1e9
+                                 : 0;
+}
+
 void Engine::set_lr(double lr) {
   PAGODA_REQUIRE(!impl_->runtime().groups().empty(), "no model is attached: call attach() first");
   for (std::size_t group = 0; group < impl_->runtime().groups().size(); ++group) set_lr(group, lr);

@@ -117,6 +117,8 @@ class Engine {
   void end_call(const std::string& error = {});
   /// This rank cannot go on: the others get an error that says `why`, at once.
   void fail(const std::string& why);
+  /// Seconds for which this rank has waited for others; 0: it does not. Any thread.
+  double waited_for_ranks() const noexcept;
 
   void set_lr(double lr);
   void set_lr(std::size_t group, double lr);

@@ -42,6 +42,9 @@ constexpr milliseconds kForever = std::chrono::hours(24 * 365 * 10);
 // connections at the first loss it saw, its peers could take it for the one that was lost.
 constexpr milliseconds kGrace{2000};
 
+// Grows with each interrupt_joins().
+std::atomic<unsigned> interrupts = 0;
+
 /// The first line: torch adds a stack trace.
 std::string reason_of(const std::exception& error) {
   const std::string text = error.what();
@@ -294,12 +297,14 @@ class GlooWorld final : public comm::World {
     put(here(rank_), "");
     const Nanos began = now_ns();
     const Nanos end = began + std::chrono::nanoseconds(options_.join_timeout).count();
+    const unsigned interrupts_before = interrupts.load();
     bool told = false;
     milliseconds pause = kFirstLook;
     for (int r = 0; r < size_; ++r) {
       while (!get(here(r)).has_value()) {
-        if (const auto why = get(gave_up_key(r))) {
-          throw engine::RankFailed(fmt::format("rank {} failed: {}", r, *why));
+        require_no_giving_up(r);
+        if (interrupts.load() != interrupts_before) {
+          throw EngineError(fmt::format("interrupted while it waited for rank {} to connect", r));
         }
         if (now_ns() > end) {
           throw EngineError(fmt::format(
@@ -317,6 +322,13 @@ class GlooWorld final : public comm::World {
         std::this_thread::sleep_for(pause);
         pause = std::min(kLook, 2 * pause);
       }
+    }
+    for (int r = 0; r < size_; ++r) require_no_giving_up(r);  // it may have come and gone
+  }
+
+  void require_no_giving_up(int rank) {
+    if (const auto why = get(gave_up_key(rank))) {
+      throw engine::RankFailed(fmt::format("rank {} failed: {}", rank, *why));
     }
   }
 
@@ -362,6 +374,10 @@ int required_number(const char* name, int least, int most) {
 }
 
 }  // namespace
+
+void interrupt_joins() noexcept {
+  ++interrupts;
+}
 
 std::shared_ptr<comm::World> world_from_env(const GlooOptions& options) {
   bool any = false;

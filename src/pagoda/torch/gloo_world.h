@@ -42,6 +42,10 @@ std::shared_ptr<comm::World> world_from_env(const GlooOptions& options = {});
 std::shared_ptr<comm::World> world_from_store(c10::intrusive_ptr<::c10d::Store> store, int rank,
                                               int size, const GlooOptions& options = {});
 
+/// Ends the waits of this process for other ranks that have not come to connect yet: they throw.
+/// What Ctrl-C does. Any thread.
+void interrupt_joins() noexcept;
+
 /// The ranks of a process group that the user has made (torch.distributed's default one, or one of
 /// new_group()'s). It tells who they are and where they meet; what is sent goes over groups of our
 /// own, so that the user's collectives never mix with ours.
