@@ -97,6 +97,35 @@ def test_exchanges(exchange: Callable[[Any], None], refusal: str | None, residen
     engine.close()
 
 
+@pytest.mark.parametrize("touched", [True, False])
+@pytest.mark.parametrize("resident", [True, False], ids=["resident", "moves"])
+def test_an_exchange_while_updates_are_made_is_dropped_and_told(resident: bool,
+                                                               touched: bool) -> None:
+    """Between the last backward() and step(): torch.optim would update the new values."""
+    budget = "64MiB" if resident else "96KiB"
+    finals = []
+    for exchanges in (False, True):
+        engine = pagoda.Engine(device="cpu", device_budget=budget, host_budget="64MiB",
+                               gradient_staging="20KiB")
+        model = make_model()
+        engine.attach(model, lr=1e-2)
+        for step in range(4):
+            engine.backward(loss_of(model, step))
+            if exchanges and step == 2:
+                before = model[0].weight.detach().clone()
+                model[0].weight.data = torch.zeros(WIDTH, WIDTH)
+                if touched:
+                    float(model[0].weight.detach().sum())
+                with pytest.raises(pagoda.UserError, match="'0.weight' came between.*is dropped"):
+                    engine.step()
+                assert torch.equal(model[0].weight, before)
+            engine.step()
+        finals.append([p.detach().clone() for p in model.parameters()])
+        engine.release(model)
+        engine.close()
+    assert all(torch.equal(one, other) for one, other in zip(*finals, strict=True))
+
+
 def test_channels_last_is_for_before_the_first_step() -> None:
     model = nn.Conv2d(3, 8, 3)
     engine = pagoda.Engine(device="cpu", device_budget="1MiB")

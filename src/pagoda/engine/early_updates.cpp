@@ -64,7 +64,7 @@ void EarlyUpdates::require_no_window(std::string_view what) {
   Lock lock(mutex_);
   if (!in_window(lock)) return;
   if (refuses(lock)) {
-    throw UserError(fmt::format(
+    throw RefusedInWindow(fmt::format(
         "{} came {}, while its updates are made. {}; or set early_updates to false", what,
         when(lock),
         pass_ != Pass::LastOver

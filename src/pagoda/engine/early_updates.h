@@ -9,6 +9,7 @@
 #include <string_view>
 #include <vector>
 
+#include "pagoda/base/error.h"
 #include "pagoda/base/ranked_mutex.h"
 #include "pagoda/optim/optimizer.h"
 #include "pagoda/optim/trained_page.h"
@@ -16,6 +17,12 @@
 #include "pagoda/pager/pager.h"
 
 namespace pagoda::engine {
+
+/// What would change the step came while its updates are made. It had no effect.
+class RefusedInWindow : public UserError {
+ public:
+  using UserError::UserError;
+};
 
 /// Decides which updates begin during the last backward pass before a step, and what may happen
 /// between its beginning and step(): the *window*.

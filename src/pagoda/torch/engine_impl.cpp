@@ -256,6 +256,12 @@ void Engine::Impl::storage_exchanged(std::size_t index) {
   log::info("torch", "a parameter's storage was exchanged", {{"parameter", parameter.name}});
   if (const auto stream = consumer()) stream->synchronize();
   runtime_->pager().overwrite(page, static_cast<const std::byte*>(tensor.storage().data()));
+  take_storage(parameter, tensor);
+}
+
+/// The tensor's storage is the parameter's page from now on, in place of the one that was.
+void Engine::Impl::take_storage(Parameter& parameter, const at::Tensor& tensor) {
+  pager::Page& page = *parameter.storage->page();
   auto storage = std::make_unique<torch::PageStorage>(tensor.storage(), runtime_->pager(), *this);
   storage->watch(page);
   const c10::StorageImpl* old = parameter.storage->key();
@@ -518,13 +524,27 @@ void Engine::Impl::keep_hooks() {
   }
 }
 
+/// storage_exchanged() for a call that can say so: values that may not be written now are dropped, and
+/// the next call goes on with those of before.
+void Engine::Impl::take_new_values(std::size_t index) {
+  try {
+    storage_exchanged(index);
+  } catch (const engine::RefusedInWindow& refused) {
+    Parameter& parameter = parameters_[index];
+    take_storage(parameter, at::Tensor(parameter.tensor.lock()));
+    throw UserError(fmt::format(
+        "{}. What the parameter was given (.data =, set_) is dropped: it has the values of before",
+        refused.user_message()));
+  }
+}
+
 void Engine::Impl::check_storages() {
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     Parameter& parameter = parameters_[i];
     const auto alive = parameter.tensor.lock();
     if (alive == nullptr || (parameter.frozen && !alive->requires_grad())) continue;
     if (alive->unsafe_storage().unsafeGetStorageImpl() != parameter.storage->key()) {
-      storage_exchanged(i);  // no operator has used it since
+      take_new_values(i);  // no operator has used it since, or it was refused there
     }
     follow_layout(parameter, at::Tensor(alive));
     PAGODA_REQUIRE(!parameter.storage->replaced(),

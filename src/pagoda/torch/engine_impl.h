@@ -192,6 +192,8 @@ class Engine::Impl final : public torch::ObserverClient {
   bool forget_failed_passes();
   void drop_gradients();
   void set_hook(std::size_t index, const at::Tensor& tensor);
+  void take_storage(Parameter& parameter, const at::Tensor& tensor);
+  void take_new_values(std::size_t index);
   void keep_hooks();
   void check_storages();
   void follow_layout(Parameter& parameter, const at::Tensor& tensor) const;
