@@ -45,9 +45,12 @@ def of_arguments(args: Any, data: Any, ranks: int) -> dict[str, Any]:
         "fp16.enabled": bool(args.fp16 or args.fp16_full_eval),
         "bf16.enabled": bool(args.bf16 or args.bf16_full_eval),
     }
-    if (total := _training_steps(args, data, ranks)) is not None:
+    total = _training_steps(args, data, ranks)
+    if total is not None:
         out["scheduler.params.total_num_steps"] = total
-        out["scheduler.params.warmup_num_steps"] = max(1, args.get_warmup_steps(total))
+    # A share of all steps needs their number; a number of steps does not.
+    if total is not None or args.get_warmup_steps(10_000) == args.get_warmup_steps(20_000):
+        out["scheduler.params.warmup_num_steps"] = max(1, args.get_warmup_steps(total or 10_000))
     return out
 
 

@@ -282,7 +282,10 @@ class Settings:
                        or path == "fp16.enabled"]
         if missing:
             raise UserError(f"\"auto\" cannot be resolved for {', '.join(missing)}: fill them in, or "
-                            "pass Trainer's arguments as initialize(args=…)")
+                            + ("set max_steps in Trainer's arguments or pass "
+                               "initialize(training_data=…), for they depend on the number of steps"
+                               if arguments and all("_num_steps" in path for path in missing) else
+                               "pass Trainer's arguments as initialize(args=…)"))
 
     def get(self, path: str, default: Any = None) -> Any:
         """The value, if it was said and is not "auto"."""

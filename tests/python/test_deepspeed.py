@@ -314,8 +314,13 @@ def test_auto_that_nobody_knows_is_an_error(tmp_path: Path) -> None:
         assert path in text
     for path in ("train_batch_size", "enabled", "bucket_size", "warmup_min_lr"):
         assert path not in text
-    with pytest.raises(pagoda.UserError, match="total_num_steps.*args="):
+    with pytest.raises(pagoda.UserError, match=r"for scheduler.params.total_num_steps: .*max_steps"):
         pagoda.initialize(trainers(tmp_path), stack(), config=AUTO, **SMALL)  # how much data?
+    warmup = {"type": "WarmupLR", "params": {"warmup_num_steps": "auto", "warmup_max_lr": "auto"}}
+    pagoda.initialize(trainers(tmp_path), stack(), config={**AUTO, "scheduler": warmup}, **SMALL)
+    with pytest.raises(pagoda.UserError, match=r"for scheduler.params.warmup_num_steps: .*max_steps"):
+        pagoda.initialize(trainers(tmp_path, warmup_steps=0.1), stack(),
+                          config={**AUTO, "scheduler": warmup}, **SMALL)
     pagoda.initialize(trainers(tmp_path, max_steps=7), stack(), config=AUTO, **SMALL)
     for path in ("zero_optimization.stage", "zero_optimization.offload_param.device",
                  "data_types.grad_accum_dtype", "optimizer.params", "seed"):
