@@ -67,7 +67,7 @@ Engine::Impl::Impl(const Config& config, std::shared_ptr<comm::World> world)
 }
 
 Engine::Impl::~Impl() {
-  end_pass_events();
+  pass_events_->end();
   activation_pool_.reset();
   activations_.reset();
   forget_parameters();
