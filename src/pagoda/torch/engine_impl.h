@@ -187,8 +187,8 @@ class Engine::Impl final : public torch::ObserverClient {
   bool forget_failed_passes();
   void drop_gradients();
   void set_hook(std::size_t index, const at::Tensor& tensor);
-  void keep_hooks();
-  void check_storages();
+  static std::optional<at::Tensor> reachable(const Parameter& parameter);
+  void check_parameter(std::size_t index, const at::Tensor& tensor);
   void follow_layout(Parameter& parameter, const at::Tensor& tensor) const;
   void sweep();
   torch::PageStorage* find(const at::Tensor& tensor) const;

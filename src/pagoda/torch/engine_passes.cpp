@@ -40,11 +40,11 @@ void Engine::Impl::backward(const at::Tensor& loss, std::optional<bool> last) {
   runtime_->check();
   PAGODA_REQUIRE(!parameters_.empty(), "no model is attached: call attach() first");
   end_failed_pass();
-  keep_hooks();
-  check_storages();
-  for (const Parameter& parameter : parameters_) {
-    const auto alive = parameter.tensor.lock();
-    if (alive != nullptr && alive->requires_grad()) require_none_set(parameter);
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    const auto tensor = reachable(parameters_[i]);
+    if (!tensor) continue;
+    check_parameter(i, *tensor);
+    if (tensor->requires_grad()) require_none_set(parameters_[i]);
   }
   {
     const std::lock_guard lock(gradient_mutex_);
