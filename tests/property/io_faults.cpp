@@ -3,6 +3,7 @@
 // is lost, and wrong bytes are never handed out.
 #include <cerrno>
 #include <cstring>
+#include <latch>
 #include <random>
 #include <thread>
 
@@ -152,6 +153,21 @@ TEST_P(IoFaults, ADelayedCompletionIsWaitedFor) {
   space.read(extent, 0, read).wait();
   EXPECT_TRUE(read == written);
   EXPECT_EQ(plan_->injected(FaultKind::Delay), 2U);
+}
+
+TEST_P(IoFaults, ADelayedCompletionWaitsForItsGate) {
+  SwapSpace space(options(4_MiB), budget_);
+  const Extent extent = space.allocate(300'000);
+  const auto written = random_bytes(300'000, 3);
+  std::vector<std::byte> read(written.size());
+  space.write(extent, 0, written).wait();
+  std::latch gate(1);
+  plan_->add({.fault = {.kind = FaultKind::Delay, .gate = &gate}, .op = Op::Read});
+  Transfer transfer = space.read(extent, 0, read);
+  EXPECT_FALSE(transfer.done());
+  gate.count_down();
+  transfer.wait();
+  EXPECT_TRUE(read == written);
 }
 
 TEST_P(IoFaults, APacedDiskIsNoQuickerThanItsPace) {

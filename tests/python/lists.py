@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every `_foreach_*` operator of torch, with arguments to call it with."""
+"""Every `_foreach_*` operator of torch, with arguments to call it with, and what it must give."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,3 +47,28 @@ def call(name: str, first: list[torch.Tensor], second: list[torch.Tensor]) -> li
     """What it gives; where it works in place, what it leaves."""
     given = overload(name)(*arguments(name, first, second))
     return list(first) if given is None else list(given)
+
+
+def weights(model: torch.nn.Sequential) -> list[torch.Tensor]:
+    return [layer.weight for layer in model]
+
+
+def same_bits(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
+    return (mine.dtype == theirs.dtype and mine.shape == theirs.shape
+            and mine.stride() == theirs.stride()
+            and torch.equal(*(one.detach().contiguous().view(-1).view(torch.uint8)
+                              for one in (mine, theirs))))
+
+
+Pair = tuple[torch.nn.Sequential, torch.nn.Sequential]
+
+
+def check_foreach(name: str, mode: Callable[[], Any], paged: Pair, plain: Pair) -> None:
+    """The operator on all parameters of two models has the bits that it has on plain ones."""
+    with mode():
+        for mine, theirs in zip(paged[0].parameters(), plain[0].parameters(), strict=True):
+            mine.copy_(theirs)  # some of these operators work in place
+        given, wanted = ([one.clone() for one in call(name, *(list(m.parameters()) for m in models))]
+                         for models in (paged, plain))
+    assert len(given) == len(list(plain[0].parameters()))
+    assert all(map(same_bits, given, wanted))

@@ -30,29 +30,34 @@ from torch import distributed
 import pagoda
 
 
-def fail_in_training(error: BaseException, *, rank: int = 0) -> None:
-    engine, model = started()
+def train_until(end: Callable[[], Any], engine: pagoda.Engine, model: torch.nn.Module) -> None:
+    """Rank 0 ends after two of five steps."""
     train(engine, model, 2)
-    if RANK == rank:
-        raise error
+    if RANK == 0:
+        end()
     train(engine, model, 3)
 
 
-@scenario
-def uncaught() -> None:
-    fail_in_training(ValueError("the data is gone"))
-
-
-@scenario
-def uncaught_in_with() -> None:
+def train_in_with_until(end: Callable[[], Any]) -> None:
     with make_engine() as engine:
         with engine.build():
             model = make_model()
         engine.attach(model)
-        train(engine, model, 2)
-        if RANK == 0:
-            raise ValueError("the data is gone")
-        train(engine, model, 3)
+        train_until(end, engine, model)
+
+
+def fail() -> None:
+    raise ValueError("the data is gone")
+
+
+@scenario
+def uncaught() -> None:
+    train_until(fail, *started())
+
+
+@scenario
+def uncaught_in_with() -> None:
+    train_in_with_until(fail)
 
 
 @scenario
@@ -60,10 +65,7 @@ def uncaught_with_another_hook() -> None:
     """Somebody else's hook takes the place of ours."""
     engine, model = started()
     sys.excepthook = lambda kind, error, trace: print("their hook", error)
-    train(engine, model, 2)
-    if RANK == 0:
-        raise ValueError("the data is gone")
-    train(engine, model, 3)
+    train_until(fail, engine, model)
 
 
 @scenario
@@ -183,13 +185,12 @@ def uncaught_in_a_fork() -> None:
 
 @scenario
 def interrupted() -> None:
-    engine, model = started()
-    train(engine, model, 2)
-    if RANK == 0:
+    def interrupt() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(10)
-    train(engine, model, 3)
+
+    train_until(interrupt, *started())
 
 
 @scenario
@@ -209,32 +210,17 @@ def interrupted_in_step() -> None:
 
 @scenario
 def exits_with_status() -> None:
-    engine, model = started()
-    train(engine, model, 2)
-    if RANK == 0:
-        sys.exit(3)
-    train(engine, model, 3)
+    train_until(lambda: sys.exit(3), *started())
 
 
 @scenario
 def exits_with_status_in_with() -> None:
-    with make_engine() as engine:
-        with engine.build():
-            model = make_model()
-        engine.attach(model)
-        train(engine, model, 2)
-        if RANK == 0:
-            sys.exit(3)
-        train(engine, model, 3)
+    train_in_with_until(lambda: sys.exit(3))
 
 
 @scenario
 def exits_at_once() -> None:
-    engine, model = started()
-    train(engine, model, 2)
-    if RANK == 0:
-        os._exit(3)
-    train(engine, model, 3)
+    train_until(lambda: os._exit(3), *started())
 
 
 @scenario

@@ -456,6 +456,35 @@ def test_a_step_after_a_failed_pass_takes_what_has_come(reentrant: bool) -> None
     assert all(map(torch.equal, *runs))
 
 
+def test_a_gradient_set_in_a_pass_that_fails_is_dropped() -> None:
+    """The parameter's own gradient has been taken, and its update may have begun."""
+    runs = []
+    for sets in (False, True):
+        engine, model = make_engine(), net()
+        engine.attach(model, lr=1e-2)
+        weight = model.layers[5].weight
+
+        def hook(gradient: torch.Tensor, weight: Any = weight, sets: bool = sets) -> None:
+            assert weight.grad is None
+            if sets:
+                weight.grad = torch.ones_like(weight)
+
+        for step in range(4):
+            if step == 2:
+                handle = model.layers[4].weight.register_hook(hook)
+                with pytest.raises(Mine):
+                    engine.backward(failing_loss(model, step))
+                handle.remove()
+                assert weight.grad is None
+            else:
+                micro_batch(engine, model, step)
+            engine.step()
+        engine.release(model)
+        engine.close()
+        runs.append([parameter.detach().clone() for parameter in model.parameters()])
+    assert all(map(torch.equal, *runs))
+
+
 def test_an_operator_of_another_thread_goes_on_beside_one_that_fails() -> None:
     engine, model = make_engine(), net()
     engine.attach(model)

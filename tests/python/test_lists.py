@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from lists import call, foreach_operators
+from lists import check_foreach, foreach_operators, same_bits, weights
 from torch.nn.utils import get_total_norm, parameters_to_vector, vector_to_parameters
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
@@ -43,16 +43,6 @@ def paged_stack(engine: pagoda.Engine, seed: int = 0) -> torch.nn.Sequential:
         return stack(seed)
 
 
-def same_bits(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
-    return (mine.dtype == theirs.dtype and mine.shape == theirs.shape
-            and mine.stride() == theirs.stride()
-            and torch.equal(*(one.detach().contiguous().view(-1).view(torch.uint8) for one in (mine, theirs))))
-
-
-def weights(model: torch.nn.Sequential) -> list[torch.Tensor]:
-    return [layer.weight for layer in model]
-
-
 @pytest.fixture(scope="module")
 def paged() -> Any:
     """Nobody's parameters change but by what a test does to them."""
@@ -65,14 +55,7 @@ def paged() -> Any:
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("name", foreach_operators())
 def test_foreach(name: str, mode: Callable[[], Any], paged: Any) -> None:
-    plain = stack(), stack(seed=1)
-    with mode():
-        for mine, theirs in zip(paged[0].parameters(), plain[0].parameters(), strict=True):
-            mine.copy_(theirs)  # some of these operators work in place
-        given, wanted = ([one.clone() for one in call(name, *(list(m.parameters()) for m in models))]
-                         for models in (paged, plain))
-    assert len(given) == 2 * LAYERS
-    assert all(map(same_bits, given, wanted))
+    check_foreach(name, mode, paged, (stack(), stack(seed=1)))
 
 
 def test_foreach_is_differentiated(paged: Any) -> None:

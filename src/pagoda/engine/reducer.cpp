@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "pagoda/base/error.h"
+#include "pagoda/base/first_error.h"
 #include "pagoda/base/trace.h"
 
 namespace pagoda::engine {
@@ -280,14 +281,7 @@ void Reducer::run() {
       ++stats_.rounds;
     }
   } catch (...) {
-    if (!lock.owns_lock()) lock.lock();
-    if (error_ == nullptr && options_.on_failure) {
-      // Before those who wait are told: what they do next must find the engine failed.
-      lock.unlock();
-      options_.on_failure(std::current_exception());
-      lock.lock();
-    }
-    if (error_ == nullptr) error_ = std::current_exception();
+    keep_first_error(error_, options_.on_failure, lock);
     for (auto& round : rounds_) {
       for (auto& arrival : round->arrived) {
         if (arrival) release(*arrival, lock);

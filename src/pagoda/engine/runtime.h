@@ -58,6 +58,7 @@ class Runtime {
   const Config& config() const noexcept { return config_; }
   pager::Pager& pager() noexcept { return *pager_; }
   pager::Tiers& tiers() noexcept { return *tiers_; }
+  optim::Updater& updater() noexcept { return *updater_; }
   device::Device& device() noexcept { return *device_; }
   int rank() const noexcept { return ranks_.rank(); }
   int ranks() const noexcept { return ranks_.size(); }

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "pagoda/base/error.h"
+#include "pagoda/base/first_error.h"
 #include "pagoda/base/trace.h"
 #include "pagoda/optim/early_home.h"
 #include "pagoda/optim/update_record.h"
@@ -85,14 +86,7 @@ void Updater::run() {
       }
       lock.lock();
     } catch (...) {
-      if (!lock.owns_lock()) lock.lock();
-      if (error_ == nullptr && options_.on_failure) {
-        // Before those who wait are told: what they do next must find the engine failed.
-        lock.unlock();
-        options_.on_failure(std::current_exception());
-        lock.lock();
-      }
-      if (error_ == nullptr) error_ = std::current_exception();
+      keep_first_error(error_, options_.on_failure, lock);
       changed_.notify_all();
     }
   }

@@ -67,7 +67,7 @@ Engine::Impl::Impl(const Config& config, std::shared_ptr<comm::World> world)
 }
 
 Engine::Impl::~Impl() {
-  end_pass_events();
+  pass_events_->end();
   activation_pool_.reset();
   activations_.reset();
   forget_parameters();
@@ -510,56 +510,52 @@ void Engine::Impl::forget_parameters() {
   of_page_.clear();
 }
 
-/// torch has one slot for a hook that sees accumulated gradients: one that the user has set after
-/// attach() took ours away, and is called before it from now on. Gradients that came meanwhile are
-/// in p.grad, and step() takes them from there.
-void Engine::Impl::keep_hooks() {
-  for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    const Parameter& parameter = parameters_[i];
-    const auto alive = parameter.tensor.lock();
-    if (alive == nullptr || (parameter.frozen && !alive->requires_grad())) continue;
-    const at::Tensor tensor(alive);
-    if (torch::hook_of(tensor) != parameter.hook) set_hook(i, tensor);
-    torch::keep_gradient_hook(tensor);
-  }
+/// The parameter's tensor, where it lives and a pass may give it a gradient.
+std::optional<at::Tensor> Engine::Impl::reachable(const Parameter& parameter) {
+  auto alive = parameter.tensor.lock();
+  if (alive == nullptr || (parameter.frozen && !alive->requires_grad())) return std::nullopt;
+  return at::Tensor(std::move(alive));
 }
 
 /// storage_exchanged() for a call that can say so: values that may not be written now are dropped, and
 /// the next call goes on with those of before.
-void Engine::Impl::take_new_values(std::size_t index) {
+void Engine::Impl::take_new_values(std::size_t index, const at::Tensor& tensor) {
   try {
     storage_exchanged(index);
   } catch (const engine::RefusedInWindow& refused) {
-    Parameter& parameter = parameters_[index];
-    take_storage(parameter, at::Tensor(parameter.tensor.lock()));
+    take_storage(parameters_[index], tensor);
     throw UserError(fmt::format(
         "{}. What the parameter was given (.data =, set_) is dropped: it has the values of before",
         refused.user_message()));
   }
 }
 
-void Engine::Impl::check_storages() {
-  for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    Parameter& parameter = parameters_[i];
-    const auto alive = parameter.tensor.lock();
-    if (alive == nullptr || (parameter.frozen && !alive->requires_grad())) continue;
-    if (alive->unsafe_storage().unsafeGetStorageImpl() != parameter.storage->key()) {
-      take_new_values(i);  // no operator has used it since, or it was refused there
-    }
-    follow_layout(parameter, at::Tensor(alive));
-    PAGODA_REQUIRE(!parameter.storage->replaced(),
-                   "the memory of parameter '{}' was exchanged under it (share_memory_(), or an "
-                   "extension): share a copy of the model, or release() it first",
-                   parameter.name);
+/// The parameter has its hooks, its page and its layout, or gets them back.
+void Engine::Impl::check_parameter(std::size_t index, const at::Tensor& tensor) {
+  Parameter& parameter = parameters_[index];
+  // torch has one slot for a hook that sees accumulated gradients: one that the user has set after
+  // attach() took ours away, and is called before it from now on. Gradients that came meanwhile are
+  // in p.grad, and step() takes them from there.
+  if (torch::hook_of(tensor) != parameter.hook) set_hook(index, tensor);
+  torch::keep_gradient_hook(tensor);
+  const c10::Storage& storage = tensor.unsafeGetTensorImpl()->unsafe_storage();
+  if (storage.unsafeGetStorageImpl() != parameter.storage->key()) {
+    take_new_values(index, tensor);  // no operator has used it since, or it was refused there
   }
+  follow_layout(parameter, tensor);
+  PAGODA_REQUIRE(!parameter.storage->replaced(),
+                 "the memory of parameter '{}' was exchanged under it (share_memory_(), or an "
+                 "extension): share a copy of the model, or release() it first",
+                 parameter.name);
 }
 
 StepReport Engine::Impl::step(bool joining) {
   const Calling calling(*this, joining ? "join()" : "step()");
   runtime_->check();
   end_last_pass();
-  keep_hooks();
-  check_storages();
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    if (const auto tensor = reachable(parameters_[i])) check_parameter(i, *tensor);
+  }
   take_set_gradients();
   push_late();
   if (!joining) {

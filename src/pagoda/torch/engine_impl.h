@@ -17,7 +17,7 @@
 #include "pagoda/torch/large_blocks.h"
 #include "pagoda/torch/observer.h"
 #include "pagoda/torch/page_storage.h"
-#include "pagoda/torch/passes.h"
+#include "pagoda/torch/pass_events.h"
 
 namespace pagoda {
 
@@ -110,9 +110,6 @@ class Engine::Impl final : public torch::ObserverClient {
     std::vector<bool> present;
   };
 
-  /// What the engine is told of backward passes that reach its parameters.
-  class PassEvents;
-
   /// A call that must not come while another thread is in one.
   class Calling {
    public:
@@ -174,8 +171,6 @@ class Engine::Impl final : public torch::ObserverClient {
   void require_scaled_loss(const Parameter& parameter, const at::Tensor& tensor) const;
   void push(optim::TrainedPage& page, at::Tensor flat, std::vector<bool> present,
             bool late = false);
-  std::shared_ptr<PassEvents> make_pass_events();
-  void end_pass_events();
   bool claim(Parameter& parameter, const at::Tensor& tensor, bool complete);
   void join_plain_pass();
   void plain_pass_ended();
@@ -193,9 +188,9 @@ class Engine::Impl final : public torch::ObserverClient {
   void drop_gradients();
   void set_hook(std::size_t index, const at::Tensor& tensor);
   void take_storage(Parameter& parameter, const at::Tensor& tensor);
-  void take_new_values(std::size_t index);
-  void keep_hooks();
-  void check_storages();
+  void take_new_values(std::size_t index, const at::Tensor& tensor);
+  static std::optional<at::Tensor> reachable(const Parameter& parameter);
+  void check_parameter(std::size_t index, const at::Tensor& tensor);
   void follow_layout(Parameter& parameter, const at::Tensor& tensor) const;
   void sweep();
   torch::PageStorage* find(const at::Tensor& tensor) const;
@@ -212,7 +207,10 @@ class Engine::Impl final : public torch::ObserverClient {
   std::vector<std::size_t> frozen_;  // of parameters_: those whose `frozen` is set
   std::unordered_map<const pager::Page*, std::vector<std::size_t>> of_page_;
   std::unordered_map<const optim::TrainedPage*, Partial> partial_;  // guarded by gradient_mutex_
-  std::shared_ptr<PassEvents> pass_events_ = make_pass_events();
+  std::shared_ptr<torch::PassEvents> pass_events_ =
+      std::make_shared<torch::PassEvents>(torch::PassEvents::Handlers{
+          [this](const torch::CustomFunctions::Pages* pages) { function_ended(pages); },
+          [this] { plain_pass_ended(); }});
   bool failed_ = false;  // guarded by gradient_mutex_: a pass, and what it left is not handed on
   std::exception_ptr untaken_;  // guarded by gradient_mutex_: why a complete gradient was not taken
   RankedMutex<LockRank::Gradients> gradient_mutex_;

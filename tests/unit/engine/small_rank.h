@@ -53,6 +53,8 @@ class SmallRank {
 
   Runtime& runtime() { return *runtime_; }
   pager::Page& page(std::size_t i) { return *pages_[i]; }
+  /// Where its bytes are, while it is resident and bound.
+  std::byte* data(std::size_t i) { return places_[i].data(); }
   int rank() const { return rank_; }
 
  private:

@@ -33,15 +33,22 @@ class Delayer {
     thread_.join();
   }
 
-  void complete_at(Nanos when, Request& request, std::int64_t result) {
+  /// …and not before `gate`, if there is one, is open.
+  void complete_at(Nanos when, std::latch* gate, Request& request, std::int64_t result) {
     {
       const std::lock_guard lock(mutex_);
-      waiting_.emplace(when, std::pair(&request, result));
+      waiting_.emplace(when, Delayed{gate, &request, result});
     }
     wake_.notify_all();
   }
 
  private:
+  struct Delayed {
+    std::latch* gate;
+    Request* request;
+    std::int64_t result;
+  };
+
   void work() {
     std::unique_lock lock(mutex_);
     while (!stopping_ || !waiting_.empty()) {
@@ -54,18 +61,22 @@ class Delayer {
         wake_.wait_for(lock, std::chrono::nanoseconds(left));
         continue;
       }
-      const auto [request, result] = waiting_.begin()->second;
+      const Delayed next = waiting_.begin()->second;
       waiting_.erase(waiting_.begin());
       lock.unlock();
-      request->complete(result);
+      if (next.gate != nullptr) {
+        require_may_wait();
+        next.gate->wait();
+      }
+      next.request->complete(next.result);
       lock.lock();
     }
   }
 
   RankedMutex<LockRank::FaultEngine> mutex_;
   Condition wake_;
-  std::multimap<Nanos, std::pair<Request*, std::int64_t>> waiting_;  // guarded by mutex_
-  bool stopping_ = false;                                            // guarded by mutex_
+  std::multimap<Nanos, Delayed> waiting_;  // guarded by mutex_
+  bool stopping_ = false;                  // guarded by mutex_
   std::thread thread_;
 };
 
@@ -116,7 +127,8 @@ class Struck final : public Request {
         if (op == Op::Read && result > 0) flip(original_.data);
         break;
       case FaultKind::Delay:
-        delayer_.complete_at(std::max(now_ns() + fault_.delay, fault_.until), original_, result);
+        delayer_.complete_at(std::max(now_ns() + fault_.delay, fault_.until), fault_.gate,
+                             original_, result);
         return;
     }
     original_.complete(result);

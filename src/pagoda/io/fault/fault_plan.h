@@ -3,6 +3,7 @@
 
 #include <array>
 #include <cstdint>
+#include <latch>
 #include <limits>
 #include <map>
 #include <mutex>
@@ -31,6 +32,9 @@ struct Fault {
   Nanos delay = 0;             ///< of Delay: after it would have ended
   Nanos until = 0;             ///< of Delay: not before this, by now_ns()
   std::uint64_t position = 0;  ///< of Short and FlipBit, taken modulo what is possible
+  /// Of Delay: not before this is open, nor is any other delayed request of the same engine. It
+  /// outlives them.
+  std::latch* gate = nullptr;
 };
 
 /// Meets requests of `op` (any when empty) that touch [begin, end) of their file: lets the first
