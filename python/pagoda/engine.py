@@ -255,14 +255,10 @@ class Engine:
                     [group["optimizer"] for group in facade.param_groups],
                     [constants_of(group) for group in facade.param_groups],
                     list(buffers), list(buffers.values()))
-            except RuntimeError as error:
+            except RuntimeError:
                 with suppress(RuntimeError):  # the engine has failed
                     self._handle.set_clip(self._clip)
-                if "release it there first" not in (text := str(error)):
-                    raise
-                raise RuntimeError(text.replace(
-                    "release it there first",
-                    "call release() or close() of that engine first")) from None
+                raise
         self._model = model
         self._optimizer = facade
         given = [p for group in resolved for p in group["params"]]
