@@ -61,7 +61,7 @@ def test_every_key_says_what_is_wrong_with_it(key: str, tmp_path: Path,
     monkeypatch.chdir(tmp_path)  # `trace` writes files
     bases: list[dict[str, Any]] = [{}]
     values: list[Any] = OTHERS
-    if KEYS[key].startswith("bytes"):
+    if KEYS[key].startswith("a byte size"):
         bases.append(on_disk(tmp_path))
         values = SIZES
     for base in bases:

@@ -76,7 +76,7 @@ Bytes nvme_capacity(const Config& config, int ranks_here) {
   if (capacity > 0) return capacity;
   if (config.nvme_budget != 0) {
     throw UserError(
-        fmt::format("nvme_budget = '{}' is less than one block of a file: raise "
+        fmt::format("nvme_budget = {} is less than one block of a file: raise "
                     "nvme_budget to at least {}",
                     config.get("nvme_budget"), format_bytes(pager::Tiers::kNvmeBlock)));
   }
