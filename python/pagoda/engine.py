@@ -31,6 +31,7 @@ from pagoda.library import Handle, make_engine
 from pagoda.optimizer import Optimizer, constants_of, group_defaults, number
 from pagoda.pin import Pin
 from pagoda.regions import watch_regions
+from pagoda.sharing import guard_sharing
 from pagoda.stats import Stats
 from pagoda.untrained import UntrainedWatch
 
@@ -101,6 +102,7 @@ class Engine:
             self._several = self._handle.world_size() > 1
         copy_pages()
         watch_regions()
+        guard_sharing()
         config = self.config
         self._clip = float(config["clip"])  # where attach() says nothing of it
         self._accumulation = int(config["accumulation"])
