@@ -32,6 +32,7 @@ from pagoda.library import Handle, make_engine
 from pagoda.optimizer import Optimizer, constants_of, group_defaults, number
 from pagoda.pin import Pin
 from pagoda.regions import watch_regions
+from pagoda.sharing import guard_sharing
 from pagoda.stats import Stats
 from pagoda.untrained import UntrainedWatch
 
@@ -104,6 +105,7 @@ class Engine:
             self._several = self._handle.world_size() > 1
         copy_pages()
         watch_regions()
+        guard_sharing()
         config = self.config
         self._clip = float(config["clip"])  # where attach() says nothing of it
         self._accumulation = int(config["accumulation"])
@@ -258,14 +260,10 @@ class Engine:
                     [group["optimizer"] for group in facade.param_groups],
                     [constants_of(group) for group in facade.param_groups],
                     list(buffers), list(buffers.values()))
-            except RuntimeError as error:
+            except RuntimeError:
                 with suppress(RuntimeError):  # the engine has failed
                     self._handle.set_clip(self._clip)
-                if "release it there first" not in (text := str(error)):
-                    raise
-                raise RuntimeError(text.replace(
-                    "release it there first",
-                    "call release() or close() of that engine first")) from None
+                raise
         self._model = model
         self._optimizer = facade
         given = [p for group in resolved for p in group["params"]]

@@ -7,7 +7,6 @@ from __future__ import annotations
 import difflib
 import functools
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -110,35 +109,22 @@ def _plain(name: str, value: object) -> object:
         return str(value)
     if isinstance(value, (list, tuple)):
         return [_plain(name, item) for item in value]
-    if isinstance(value, float) and value.is_integer() and _takes().get(name, "").startswith("bytes"):
+    takes = _takes().get(name, "")
+    if isinstance(value, float) and value.is_integer() and takes.startswith("a byte size"):
         return int(value)  # 6e9
     return value
 
 
-def _check_range(name: str, value: object) -> None:
-    """What the library would call no number at all."""
-    takes = _takes().get(name, "")
-    below = isinstance(value, int) and value < 0 and takes.startswith("whole")
-    if below or (isinstance(value, float) and not math.isfinite(value)):
-        raise UserError(f"{name} = {value} is not allowed: it takes "
-                        f"{_with_article(takes) or 'a finite number'}")
-
-
-def _with_article(takes: str) -> str:
-    return f"a {takes}" if takes.startswith(("whole", "number")) else takes
-
-
 def as_json(config: dict[str, Any]) -> str:
-    """The configuration as the library takes it."""
+    """The configuration as the library takes it, which says what is wrong with a value. JSON has
+    neither NaN nor infinity nor Python's objects."""
     texts = []
     for key, value in config.items():
-        _check_range(key, value)
         try:
             plain = json.dumps(_plain(key, value), allow_nan=False)
             texts.append(f"{json.dumps(key)}: {plain}")
         except (TypeError, ValueError):
-            takes = _with_article(_takes().get(key, ""))
-            if takes:
-                raise UserError(f"{key} = {value!r} is not allowed: it takes {takes}") from None
+            if key in _takes():
+                raise UserError(f"{key} = {value!r} is not allowed: it takes {_takes()[key]}") from None
             texts.append(f"{json.dumps(key)}: 0")  # the library names the nearest
     return f"{{{', '.join(texts)}}}"

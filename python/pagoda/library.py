@@ -123,6 +123,11 @@ def config_keys() -> list[ConfigKey]:
     return [ConfigKey(*texts[i:i + 4]) for i in range(0, len(texts), 4)]
 
 
+def page_at(storage: int) -> str | None:
+    """The name of the page that this storage is (its `_cdata`); None: it is a plain one."""
+    return cast("str | None", torch.ops.pagoda.page_at(storage))
+
+
 def optimizer_constants(kind: str) -> dict[str, float]:
     """The constants of an optimizer, with their defaults."""
     with translated():

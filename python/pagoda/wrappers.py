@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wrappers that share training out over ranks or devices, by gradients in p.grad: DDP, DataParallel,
-FSDP, fully_shard. An engine does that itself, so a wrapper of an attached model and an attached wrapper
-are errors."""
+"""Wrappers that share training out over ranks or devices, by gradients in p.grad or by DTensors: DDP,
+DataParallel, FSDP, fully_shard, parallelize_module, distribute_module. An engine does that itself, so
+a wrapper of an attached model and an attached wrapper are errors."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ import torch
 from pagoda.errors import UserError
 
 _FSDP = "torch.distributed.fsdp"
+# Functions that make DTensors of a module's parameters, and where they are.
+_DISTRIBUTE = {"torch.distributed.tensor._api": "distribute_module",
+               "torch.distributed.tensor.parallel.api": "parallelize_module"}
 
 IsAttached = Callable[[Iterable[torch.Tensor]], bool]
 
@@ -52,10 +55,10 @@ def guard_wrappers(is_attached: IsAttached) -> None:
     """From now on none can be put around attached parameters."""
     for wrapper in (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel):
         _guard_class(wrapper, is_attached)
-    if _FSDP in sys.modules:
-        _guard_fsdp(sys.modules[_FSDP], is_attached)
-    else:
-        sys.meta_path.insert(0, _WhenImported(_FSDP, lambda fsdp: _guard_fsdp(fsdp, is_attached)))
+    _when_imported(_FSDP, lambda fsdp: _guard_fsdp(fsdp, is_attached))
+    for name, function in _DISTRIBUTE.items():
+        _when_imported(name, lambda api, function=function: _guard_function(  # type: ignore[misc]
+            getattr(api, function), is_attached))
 
 
 def _refuse(name: str) -> None:
@@ -101,6 +104,31 @@ def _guard_fully_shard(theirs: Any, is_attached: IsAttached) -> None:
 
     theirs.__globals__["_pagoda_fully_shard"] = fully_shard
     theirs.__code__ = with_cells(None, None).__code__  # type: ignore[no-untyped-call]
+
+
+def _guard_function(theirs: Any, is_attached: IsAttached) -> None:
+    """As fully_shard(), of a plain function: the only one in its file that is guarded."""
+    plain = FunctionType(theirs.__code__, theirs.__globals__, theirs.__name__, theirs.__defaults__)
+    plain.__kwdefaults__ = theirs.__kwdefaults__
+
+    def guarded(module: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(module, torch.nn.Module) and is_attached(module.parameters()):
+            _refuse(f"{theirs.__name__}()")
+        return plain(module, *args, **kwargs)
+
+    def through(module, *args, **kwargs):  # type: ignore[no-untyped-def]
+        return _pagoda_guarded(module, *args, **kwargs)  # type: ignore[name-defined] # noqa: F821
+
+    theirs.__globals__["_pagoda_guarded"] = guarded
+    theirs.__defaults__ = theirs.__kwdefaults__ = None
+    theirs.__code__ = through.__code__
+
+
+def _when_imported(name: str, then: Callable[[ModuleType], None]) -> None:
+    if name in sys.modules:
+        then(sys.modules[name])
+    else:
+        sys.meta_path.insert(0, _WhenImported(name, then))
 
 
 class _WhenImported(MetaPathFinder):

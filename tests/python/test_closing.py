@@ -178,8 +178,11 @@ def test_a_failed_engine_says_what_went_with_it() -> None:
     engine.attach(model, lr=0.01)
     train(engine, model)
     engine._handle.fail("the disk is on fire")
-    with pytest.warns(RuntimeWarning, match="8 parameters.*the disk is on fire"):
+    with pytest.warns(RuntimeWarning, match="8 parameters.*the disk is on fire") as told:
         engine.close()
+    text = str(told[0].message)  # nothing that a failed engine cannot do any more
+    assert "values are lost: load what was saved before" in text, text
+    assert "release(" not in text and "save_pretrained(" not in text, text
 
 
 def test_the_end_of_the_interpreter_is_silent() -> None:

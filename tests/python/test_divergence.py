@@ -132,8 +132,8 @@ def test_the_others_hear_why_a_rank_ended(name: str, code: int, cause: str,
 
 def test_an_engine_that_cannot_be_made_is_told_to_those_that_wait(results: Results) -> None:
     ended = results["engine_fails_on_one_rank"]
-    assert "UserError: zero = '7' is not allowed" in ended[1].output, shown(ended)
-    assert "EngineError: rank 1 failed: zero = '7' is not allowed" in ended[0].output, shown(ended)
+    assert "UserError: zero = 7 is not allowed" in ended[1].output, shown(ended)
+    assert "EngineError: rank 1 failed: zero = 7 is not allowed" in ended[0].output, shown(ended)
 
 
 def test_a_rank_that_never_starts_is_waited_for_as_long_as_is_said(results: Results) -> None:

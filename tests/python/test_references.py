@@ -120,11 +120,11 @@ def test_an_optimizer_whose_engine_is_gone_says_so() -> None:
     schedule.step()  # as after release()
 
 
-def test_another_engines_parameter_names_both_ways_out() -> None:
+def test_another_engines_parameter_names_the_way_out() -> None:
     first, second, model = engine(), engine(), net()
     first.attach(model)
     raises(lambda: second.attach(model),
-           r"'0\.weight' belongs to another engine: call release\(\) or close\(\) of that engine first")
-    first.close()
+           r"'0\.weight' belongs to another engine: call release\(\) of that engine first")
+    first.release()
     second.attach(model)
     trains(second, model)

@@ -4,8 +4,11 @@ much that has and how much it needs, and doing what it says helps."""
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -61,7 +64,7 @@ def test_every_key_says_what_is_wrong_with_it(key: str, tmp_path: Path,
     monkeypatch.chdir(tmp_path)  # `trace` writes files
     bases: list[dict[str, Any]] = [{}]
     values: list[Any] = OTHERS
-    if KEYS[key].startswith("bytes"):
+    if KEYS[key].startswith("a byte size"):
         bases.append(on_disk(tmp_path))
         values = SIZES
     for base in bases:
@@ -132,6 +135,54 @@ def free_bytes(directory: Path) -> int:
             break
         time.sleep(0.5)
     return free
+
+
+LIMITED = """
+import resource, sys
+import torch, pagoda
+from pathlib import Path
+
+name, line, room = sys.argv[1:]
+status = Path("/proc/self/status").read_text().splitlines()
+used = int(next(l for l in status if l.startswith(line)).split()[1]) << 10
+kind = getattr(resource, name)
+resource.setrlimit(kind, (used + (int(room) << 20), resource.RLIM_INFINITY))
+for budget in ({"device_budget": "64GiB"}, {}):
+    try:
+        engine = pagoda.Engine(device="cpu", staging="16KiB", update_chunk="16KiB", update_threads=1, **budget)
+    except pagoda.UserError as error:
+        print(error)
+    else:
+        model = torch.nn.Linear(8, 8)
+        engine.attach(model)
+        engine.backward(model(torch.ones(1, 8)).sum())
+        engine.step()
+        print("trained")
+"""
+
+
+@pytest.mark.parametrize(("name", "line", "flag"), [("RLIMIT_AS", "VmSize:", "-v"),
+                                                    ("RLIMIT_DATA", "VmData:", "-d")])
+def test_a_limit_of_the_process_is_named(name: str, line: str, flag: str) -> None:
+    """The machine has the memory, and free memory says nothing."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "python"),
+                   "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
+
+    def said(room: int) -> list[str]:
+        done = subprocess.run([sys.executable, "-c", LIMITED, name, line, str(room)], check=False,
+                              capture_output=True, text=True, timeout=120, env=environment)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout.splitlines()
+
+    limit = rf"{name} \(ulimit {flag}\) allows this process [0-9.]+ [GM]iB, of which [0-9.]+ [GM]iB"
+    given, default = said(1024)
+    assert re.match(rf"device_budget = 64 GiB cannot be reserved: {limit} are in use; raise the limit, or "
+                    r"set device_budget to less than the [0-9.]+ [GM]iB that are left$", given), given
+    assert default == "trained"
+    given, default = said(0)
+    assert re.search(limit, given), given
+    assert re.match(f"there is no room for device_budget: {limit} are in use; raise the limit$",
+                    default), default
 
 
 def test_directories_of_one_file_system_share_what_is_free(tmp_path: Path) -> None:

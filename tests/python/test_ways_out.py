@@ -242,11 +242,23 @@ def wrapped(kind: str, model: torch.nn.Module) -> torch.nn.Module:
     mesh = init_device_mesh("cpu", (1,))
     if kind == "fully_shard":
         return fully_shard(model, mesh=mesh)
+    if kind == "distribute_module":
+        from torch.distributed.tensor import DTensor, distribute_module
+
+        return distribute_module(
+            model, mesh, None, lambda module, inputs, mesh: (DTensor.from_local(inputs[0], mesh),),
+            lambda module, outputs, mesh: outputs.to_local())
+    if kind == "parallelize_module":
+        from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+        plan = {"*": ColwiseParallel()} if isinstance(model, torch.nn.Sequential) else ColwiseParallel()
+        return parallelize_module(model, mesh, plan, src_data_rank=None)
     return FullyShardedDataParallel(model, device_mesh=mesh, use_orig_params=kind.endswith("with names"),
                                     device_id=torch.device("cpu"))
 
 
-WRAPPERS = ["FullyShardedDataParallel", "FullyShardedDataParallel with names", "fully_shard",
+DTENSORS = ["fully_shard", "parallelize_module", "distribute_module"]
+WRAPPERS = ["FullyShardedDataParallel", "FullyShardedDataParallel with names", *DTENSORS,
             "DistributedDataParallel", "DataParallel"]
 
 
@@ -267,10 +279,10 @@ def test_an_attached_model_is_not_wrapped(kind: str, group: None) -> None:
 @pytest.mark.parametrize("kind", WRAPPERS)
 def test_a_wrapped_model_is_not_attached(kind: str, group: None) -> None:
     paged, model = engine(), net()
-    match = "'0.weight' is a DTensor" if kind == "fully_shard" else f"the model is a {kind.split()[0]}"
+    match = "'0.weight' is a DTensor" if kind in DTENSORS else f"the model is a {kind.split()[0]}"
     raises(lambda: paged.attach(wrapped(kind, model)), f"{match}.*attach the model (without|of plain)")
     inner = net()
-    match = r"'0\.weight' is a DTensor" if kind == "fully_shard" else f"module '0' is a {kind.split()[0]}"
+    match = r"'0\.weight' is a DTensor" if kind in DTENSORS else f"module '0' is a {kind.split()[0]}"
     raises(lambda: paged.attach(torch.nn.Sequential(wrapped(kind, inner[0]))), match)
     fresh = net()
     paged.attach(fresh)

@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <limits>
 
+#include "pagoda/base/memory_limit.h"
 #include "pagoda/base/out_of_memory.h"
 
 namespace pagoda {
@@ -23,7 +24,7 @@ AlignedBuffer::AlignedBuffer(Bytes size, Bytes alignment, Pages pages) : size_(s
         static_cast<std::byte*>(std::aligned_alloc(heap_alignment, align_up(size, heap_alignment)));
   }
   if (data_ == nullptr) {
-    throw OutOfMemory("out of host memory", {context("bytes", size)});
+    throw OutOfMemory(refused_memory(size), {context("bytes", size)});
   }
 }
 

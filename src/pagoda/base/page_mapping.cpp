@@ -8,6 +8,7 @@
 
 #include <sys/mman.h>
 
+#include "pagoda/base/memory_limit.h"
 #include "pagoda/base/out_of_memory.h"
 
 namespace pagoda {
@@ -23,7 +24,7 @@ PageMapping::PageMapping(Bytes bytes, Bytes alignment) {
                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (raw == MAP_FAILED) {
     const int error = errno;
-    throw OutOfMemory("out of host memory",
+    throw OutOfMemory(refused_memory(size),
                       {context("bytes", size), context("errno", error),
                        context("cause", std::generic_category().message(error))});
   }

@@ -15,6 +15,7 @@
 #include <sys/statvfs.h>
 
 #include "pagoda/base/error.h"
+#include "pagoda/base/memory_limit.h"
 #include "pagoda/device/cuda/cuda_device.h"
 #include "pagoda/device/emulated/emulated_device.h"
 #include "pagoda/device/host/host_device.h"
@@ -76,7 +77,7 @@ Bytes nvme_capacity(const Config& config, int ranks_here) {
   if (capacity > 0) return capacity;
   if (config.nvme_budget != 0) {
     throw UserError(
-        fmt::format("nvme_budget = '{}' is less than one block of a file: raise "
+        fmt::format("nvme_budget = {} is less than one block of a file: raise "
                     "nvme_budget to at least {}",
                     config.get("nvme_budget"), format_bytes(pager::Tiers::kNvmeBlock)));
   }
@@ -151,7 +152,14 @@ pager::Tiers::Options tiers_options(const Config& config,
   options.gradient_share = config.gradient_staging != 0 ? 0 : kGradientShare;
   options.gradient_staging = config.gradient_staging != 0 ? config.gradient_staging
                                                           : options.device_budget / kGradientShare;
-  if (options.device_budget < options.gradient_staging + pager::Tiers::kDeviceBlock) {
+  const Bytes least = options.gradient_staging + pager::Tiers::kDeviceBlock;
+  if (options.device_budget < least) {
+    const auto limit = tightest_memory_limit();
+    if (config.device_budget == 0 && device->kind() == device::DeviceKind::Host && limit &&
+        limit->left() / 2 < least) {
+      throw UserError(fmt::format("there is no room for device_budget: {}; raise the limit",
+                                  limit->describe()));
+    }
     throw UserError(fmt::format(
         "device_budget = {}{} has no room for pages beside the {} of gradient_staging: raise "
         "device_budget to at least {}, or lower gradient_staging",

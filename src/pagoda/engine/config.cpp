@@ -25,7 +25,7 @@ void check_nvme(const Config& config) {
   }
   if (config.nvme_budget != 0 && config.nvme.empty()) {
     throw UserError(
-        fmt::format("nvme_budget = '{}' needs directories: set nvme to at least one, or "
+        fmt::format("nvme_budget = {} needs directories: set nvme to at least one, or "
                     "nvme_budget to 0",
                     config.get("nvme_budget")));
   }
@@ -43,14 +43,14 @@ void check_nvme(const Config& config) {
 void check_budgets(const Config& config) {
   if (config.device_limit && config.device_budget > *config.device_limit) {
     throw UserError(fmt::format(
-        "device_budget = '{}' is more than device_limit = '{}': lower it, or raise device_limit "
+        "device_budget = {} is more than device_limit = {}: lower it, or raise device_limit "
         "to at least {}",
         config.get("device_budget"), config.get("device_limit"),
         format_bytes_up(config.device_budget)));
   }
   if (config.device_budget != 0 && config.gradient_staging >= config.device_budget) {
     throw UserError(fmt::format(
-        "gradient_staging = '{}' leaves nothing of device_budget = '{}' for pages: lower it, or "
+        "gradient_staging = {} leaves nothing of device_budget = {} for pages: lower it, or "
         "raise device_budget to at least {}",
         config.get("gradient_staging"), config.get("device_budget"),
         format_bytes_up(config.gradient_staging + pager::Tiers::kDeviceBlock)));
@@ -76,15 +76,15 @@ void Config::validate() const {
   check_budgets(*this);
   if (loss_scale_minimum > loss_scale_initial) {
     throw UserError(
-        fmt::format("loss_scale_minimum = '{}' is above loss_scale_initial = '{}': lower it, or "
+        fmt::format("loss_scale_minimum = {} is above loss_scale_initial = {}: lower it, or "
                     "raise loss_scale_initial to at least {}",
                     loss_scale_minimum, loss_scale_initial, loss_scale_minimum));
   }
   if (heartbeat * 2 > timeout) {
-    throw UserError(fmt::format(
-        "heartbeat = '{}' is more than half of timeout = '{}', so one lost sign of life "
-        "would end the run: lower it, or raise timeout to at least {}",
-        heartbeat, timeout, 2 * heartbeat));
+    throw UserError(
+        fmt::format("heartbeat = {} is more than half of timeout = {}, so one lost sign of life "
+                    "would end the run: lower it, or raise timeout to at least {}",
+                    heartbeat, timeout, 2 * heartbeat));
   }
 }
 

@@ -16,14 +16,16 @@ namespace {
 /// The name of the field and its place in Config: the same word, written once.
 #define PAGODA_FIELD(name) #name, &Config::name
 
+/// A value is not what the field's type says, or is so for a reason that the type does not say.
+[[noreturn]] void refuse(std::string reason = {}) {
+  throw UserError(std::move(reason));
+}
+
 template <class Number>
 Number parse_number(std::string_view text) {
   Number value{};
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (error == std::errc::result_out_of_range) throw UserError("it is too large");
-  if (error != std::errc{} || end != text.data() + text.size()) {
-    throw UserError(std::is_integral_v<Number> ? "it is not a whole number" : "it is not a number");
-  }
+  if (error != std::errc{} || end != text.data() + text.size()) refuse();
   return value;
 }
 
@@ -32,9 +34,14 @@ constexpr Bytes kMostBytes = Bytes{1} << 60;
 
 /// A size between two others.
 Bytes parse_bytes_between(std::string_view text, Bytes least, Bytes most) {
-  const Bytes value = parse_bytes(text);
-  if (value < least) throw UserError("it is too small");
-  if (value > most) throw UserError(fmt::format("it is more than {}", format_bytes(most)));
+  Bytes value = 0;
+  try {
+    value = parse_bytes(text);
+  } catch (const UserError&) {
+    refuse();
+  }
+  if (value < least) refuse();
+  if (value > most) refuse(fmt::format("it is more than {}", format_bytes(most)));
   return value;
 }
 
@@ -48,21 +55,21 @@ std::string print_bytes(Bytes value) {
 ConfigField bytes(const char* name, Bytes Config::*member, std::string help, Bytes least = 0,
                   Bytes most = kMostBytes) {
   const bool open = least == 0 && most == kMostBytes;
-  return {
-      name,
-      open ? "bytes" : fmt::format("bytes from {} to {}", format_bytes(least), format_bytes(most)),
-      std::move(help),
-      JsonForm::NumberOrText,
-      [=](Config& config, std::string_view text) {
-        config.*member = parse_bytes_between(text, least, most);
-      },
-      [member](const Config& config) { return print_bytes(config.*member); }};
+  return {name,
+          open ? "a byte size such as 8GiB"
+               : fmt::format("a byte size from {} to {}", format_bytes(least), format_bytes(most)),
+          std::move(help),
+          JsonForm::NumberOrText,
+          [=](Config& config, std::string_view text) {
+            config.*member = parse_bytes_between(text, least, most);
+          },
+          [member](const Config& config) { return print_bytes(config.*member); }};
 }
 
 ConfigField optional_bytes(const char* name, std::optional<Bytes> Config::*member,
                            std::string help) {
   return {name,
-          "bytes above 0 | none",
+          "a byte size above 0 such as 8GiB, or none",
           std::move(help),
           JsonForm::NumberOrText,
           [member](Config& config, std::string_view text) {
@@ -81,14 +88,13 @@ ConfigField whole(const char* name, Number Config::*member, Number least, Number
                   std::string help) {
   const bool open = most == std::numeric_limits<Number>::max();
   return {name,
-          open ? fmt::format("whole number from {}", least)
-               : fmt::format("whole number from {} to {}", least, most),
+          open ? fmt::format("a whole number from {}", least)
+               : fmt::format("a whole number from {} to {}", least, most),
           std::move(help),
           JsonForm::Number,
           [=](Config& config, std::string_view text) {
             const Number value = parse_number<Number>(text);
-            if (value < least) throw UserError("it is too small");
-            if (value > most) throw UserError("it is too large");
+            if (value < least || value > most) refuse();
             config.*member = value;
           },
           [member](const Config& config) { return fmt::format("{}", config.*member); }};
@@ -96,17 +102,16 @@ ConfigField whole(const char* name, Number Config::*member, Number least, Number
 
 ConfigField real(const char* name, double Config::*member, bool zero, std::string help,
                  double most = std::numeric_limits<double>::max()) {
-  std::string type = zero ? "number from 0" : "number above 0";
-  if (most < std::numeric_limits<double>::max()) type += fmt::format(" to {}", most);
+  std::string type = zero ? "a number from 0" : "a number above 0";
+  if (most < std::numeric_limits<double>::max()) type += fmt::format(", at most {}", most);
   return {name,
           std::move(type),
           std::move(help),
           JsonForm::Number,
           [=](Config& config, std::string_view text) {
             const auto value = parse_number<double>(text);
-            if (!std::isfinite(value)) throw UserError("it is not finite");
-            if (value < 0 || (value == 0 && !zero)) throw UserError("it is too small");
-            if (value > most) throw UserError("it is too large");
+            if (!std::isfinite(value)) refuse("it is not finite");
+            if (value < 0 || (value == 0 && !zero) || value > most) refuse();
             config.*member = value;
           },
           [member](const Config& config) { return fmt::format("{}", config.*member); }};
@@ -114,11 +119,11 @@ ConfigField real(const char* name, double Config::*member, bool zero, std::strin
 
 ConfigField truth(const char* name, bool Config::*member, std::string help) {
   return {name,
-          "true | false",
+          "true or false",
           std::move(help),
           JsonForm::Bool,
           [member](Config& config, std::string_view text) {
-            if (text != "true" && text != "false") throw UserError("it is neither");
+            if (text != "true" && text != "false") refuse();
             config.*member = text == "true";
           },
           [member](const Config& config) { return config.*member ? "true" : "false"; }};
@@ -130,8 +135,10 @@ using Words = std::vector<std::pair<Choice, std::string>>;
 template <class Choice>
 ConfigField choice(const char* name, Choice Config::*member, const Words<Choice>& words,
                    std::string help) {
-  std::string type;
-  for (const auto& [value, word] : words) type += (type.empty() ? "" : " | ") + word;
+  std::string type = words.front().second;
+  for (std::size_t i = 1; i < words.size(); ++i) {
+    type += (i + 1 < words.size() ? ", " : " or ") + words[i].second;
+  }
   return {name,
           type,
           std::move(help),
@@ -143,7 +150,7 @@ ConfigField choice(const char* name, Choice Config::*member, const Words<Choice>
                 return;
               }
             }
-            throw UserError("there is no such choice");
+            refuse();
           },
           [=](const Config& config) {
             for (const auto& [value, word] : words) {
@@ -169,21 +176,21 @@ ConfigField text_field(const char* name, std::string Config::*member, std::strin
 void check_device(std::string_view text) {
   constexpr std::string_view kCuda = "cuda:";
   if (text == "auto" || text == "cpu" || text == "cuda" || text == "emulated") return;
-  if (!text.starts_with(kCuda)) throw UserError("there is no such device");
+  if (!text.starts_with(kCuda)) refuse();
   static_cast<void>(parse_number<std::uint8_t>(text.substr(kCuda.size())));
 }
 
 ConfigField list(const char* name, std::vector<std::string> Config::*member, std::string help) {
   return {
       name,
-      "list of directories",
+      "a list of directories",
       std::move(help),
       JsonForm::List,
       [member](Config& config, std::string_view text) {
         std::vector<std::string> items;
         while (!text.empty()) {
           const std::size_t comma = std::min(text.find(','), text.size());
-          if (comma == 0) throw UserError("one of them is empty");
+          if (comma == 0) refuse("one of them is empty");
           items.emplace_back(text.substr(0, comma));
           text.remove_prefix(std::min(comma + 1, text.size()));
         }
@@ -194,7 +201,7 @@ ConfigField list(const char* name, std::vector<std::string> Config::*member, std
 
 ConfigField loss_scale(const char* name, LossScale Config::*member, std::string help) {
   return {name,
-          "none | dynamic | number above 0",
+          "none, dynamic or a number above 0",
           std::move(help),
           JsonForm::NumberOrText,
           [member](Config& config, std::string_view text) {
@@ -203,9 +210,8 @@ ConfigField loss_scale(const char* name, LossScale Config::*member, std::string 
               scale.kind = LossScale::Kind::Dynamic;
             } else if (text != "none") {
               scale = {LossScale::Kind::Fixed, parse_number<double>(text)};
-              if (!(scale.value > 0) || !std::isfinite(scale.value)) {
-                throw UserError("it is not above 0 and finite");
-              }
+              if (!std::isfinite(scale.value)) refuse("it is not finite");
+              if (!(scale.value > 0)) refuse();
             }
             config.*member = scale;
           },
@@ -228,7 +234,7 @@ std::vector<ConfigField> make_fields() {
                                    {Placement::Host, "host"},
                                    {Placement::Nvme, "nvme"}};
   return {
-      text_field(PAGODA_FIELD(device), "auto | cpu | cuda | cuda:N | emulated", check_device,
+      text_field(PAGODA_FIELD(device), "auto, cpu, cuda, cuda:N or emulated", check_device,
                  "Where operators run; auto is cuda where there is one, else cpu"),
       bytes(PAGODA_FIELD(device_budget),
             "Device memory for pages and gradient staging; 0: half of what is free"),
@@ -324,10 +330,10 @@ std::vector<ConfigField> make_fields() {
            kMostSeconds),
       real(PAGODA_FIELD(heartbeat), false, "Seconds between signs of life of a rank", kMostSeconds),
       truth(PAGODA_FIELD(check_order), "Check that every access of device memory is ordered; slow"),
-      text_field(PAGODA_FIELD(trace), "path", nullptr,
+      text_field(PAGODA_FIELD(trace), "a path", nullptr,
                  "File for a trace of what happened when, for ui.perfetto.dev; empty: none"),
       text_field(
-          PAGODA_FIELD(trace_steps), "a step or a range of them",
+          PAGODA_FIELD(trace_steps), "a step or a range of steps",
           [](std::string_view text) { (void)engine::parse_step_range(text); },
           "Steps that the trace shows"),
   };
@@ -354,13 +360,26 @@ const ConfigField& config_field(std::string_view name) {
                                      name, fmt::join(names, ", ")));
 }
 
-void set_field(Config& config, const ConfigField& field, std::string_view text) {
+void set_field(Config& config, const ConfigField& field, std::string_view text,
+               std::string_view shown) {
   try {
     field.parse(config, text);
   } catch (const UserError& error) {
-    throw UserError(fmt::format("{} = '{}' is not allowed: {}; it takes {}", field.name, text,
-                                error.message(), field.type));
+    refuse_value(field, shown, error.message());
   }
+}
+
+void set_field(Config& config, const ConfigField& field, std::string_view text) {
+  double number = 0;
+  const char* const end = text.data() + text.size();
+  const bool bare = text == "true" || text == "false" ||
+                    (!text.empty() && std::from_chars(text.data(), end, number).ptr == end);
+  set_field(config, field, text, bare ? std::string(text) : fmt::format("'{}'", text));
+}
+
+void refuse_value(const ConfigField& field, std::string_view shown, std::string_view reason) {
+  throw UserError(fmt::format("{} = {} is not allowed: {}{}it takes {}", field.name, shown, reason,
+                              reason.empty() ? "" : "; ", field.type));
 }
 
 }  // namespace pagoda

@@ -16,10 +16,11 @@ enum class JsonForm { Number, Bool, Text, NumberOrText, List };
 /// One key of Config: what it takes, what it means, and how it is read and printed.
 struct ConfigField {
   std::string name;
-  std::string type;
+  std::string type;  ///< completes "it takes …"
   std::string help;
   JsonForm form;
-  /// Sets it from text; a text that is not allowed throws a UserError that says why.
+  /// Sets it from text; a text that is not allowed throws a UserError that says why, or nothing
+  /// where `type` says it.
   std::function<void(Config&, std::string_view)> parse;
   /// The value as parse() takes it.
   std::function<std::string(const Config&)> print;
@@ -31,7 +32,16 @@ const std::vector<ConfigField>& config_fields();
 /// The field of that name, or a UserError that names the nearest one.
 const ConfigField& config_field(std::string_view name);
 
-/// parse(), with errors that name the key, the value and what is allowed.
+/// parse(), with errors that name the key, the value and what is allowed. A value that is no number
+/// and neither true nor false is shown in quotes.
 void set_field(Config& config, const ConfigField& field, std::string_view text);
+
+/// The same for a value that is to be shown as `shown`.
+void set_field(Config& config, const ConfigField& field, std::string_view text,
+               std::string_view shown);
+
+/// Throws such an error: "zero = 7 is not allowed: it takes a whole number from 0 to 3".
+[[noreturn]] void refuse_value(const ConfigField& field, std::string_view shown,
+                               std::string_view reason = {});
 
 }  // namespace pagoda

@@ -36,56 +36,63 @@ json parse_object(std::string_view text) {
   return root;
 }
 
-[[noreturn]] void reject(const ConfigField& field, const json& value, const char* form) {
-  throw UserError(fmt::format("{} = {} is not allowed: it must be {}; it takes {}", field.name,
-                              value.dump(), form, field.type));
+/// As a message has it: numbers as they are, texts in quotes.
+std::string shown(const json& value) {
+  return value.is_string() ? fmt::format("'{}'", value.get<std::string>()) : value.dump();
 }
 
 /// A text; the system would read one with a NUL only up to there.
 std::string read_text(const ConfigField& field, const json& value) {
   std::string text = value.get<std::string>();
   if (text.find('\0') == std::string::npos) return text;
-  throw UserError(fmt::format("{} = {} has a NUL character in it", field.name, value.dump()));
+  refuse_value(field, value.dump(), "it has a NUL character in it");
 }
 
 std::vector<std::string> read_list(const ConfigField& field, const json& value) {
   if (value.is_string()) return {read_text(field, value)};
-  if (!value.is_array()) reject(field, value, "a list of texts, or one text");
   std::vector<std::string> items;
   for (const json& item : value) {
-    if (!item.is_string()) reject(field, value, "a list of texts");
+    if (!item.is_string()) refuse_value(field, shown(value));
     items.push_back(read_text(field, item));
   }
   return items;
 }
 
+/// Whether a value may be of this type in JSON.
+bool has_form(const json& value, JsonForm form) {
+  switch (form) {
+    case JsonForm::Number:
+      return value.is_number();
+    case JsonForm::Bool:
+      return value.is_boolean();
+    case JsonForm::Text:
+      return value.is_string();
+    case JsonForm::NumberOrText:
+      return value.is_number() || value.is_string();
+    case JsonForm::List:
+      return value.is_array() || value.is_string();
+  }
+  return false;
+}
+
 void read(Config& config, const ConfigField& field, const json& value) {
   if (value.is_null()) return;
-  switch (field.form) {
-    case JsonForm::List:
-      // Not through its text: a directory may have a comma in its name here.
-      config.nvme = read_list(field, value);
-      return;
-    case JsonForm::Number:
-      if (!value.is_number()) reject(field, value, "a number");
-      break;
-    case JsonForm::Bool:
-      if (!value.is_boolean()) reject(field, value, "true or false");
-      break;
-    case JsonForm::Text:
-      if (!value.is_string()) reject(field, value, "a text");
-      break;
-    case JsonForm::NumberOrText:
-      if (!value.is_number() && !value.is_string()) reject(field, value, "a number or a text");
-      break;
+  if (!has_form(value, field.form)) {
+    refuse_value(field, shown(value), value.is_string() ? "it is a text" : "");
+  }
+  if (field.form == JsonForm::List) {
+    // Not through its text: a directory may have a comma in its name here.
+    config.nvme = read_list(field, value);
+    return;
   }
   constexpr double kMost = 18446744073709551616.0;  // JSON makes such whole numbers floating ones
-  if (field.type.starts_with("bytes") && value.is_number_float() &&
+  if (field.type.starts_with("a byte size") && value.is_number_float() &&
       std::abs(value.get<double>()) >= kMost) {
-    throw UserError(fmt::format("{} = {:.0f} is not allowed: it is more than 64 bits can count",
-                                field.name, value.get<double>()));
+    refuse_value(field, fmt::format("{:.0f}", value.get<double>()),
+                 "it is more than 64 bits can count");
   }
-  set_field(config, field, value.is_string() ? read_text(field, value) : value.dump());
+  set_field(config, field, value.is_string() ? read_text(field, value) : value.dump(),
+            shown(value));
 }
 
 std::string write(const Config& config, const ConfigField& field) {

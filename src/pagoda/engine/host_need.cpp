@@ -80,10 +80,10 @@ void check_host_budget(const Config& config, device::DeviceKind kind, int ranks)
                         need.purpose);
   }
   if (sum <= config.host_budget) return;
-  throw UserError(fmt::format(
-      "host_budget = '{}' is less than the engine's own buffers take: raise host_budget "
-      "to at least {}, and more for what a model has there ({})",
-      config.get("host_budget"), format_bytes_up(sum), list));
+  throw UserError(
+      fmt::format("host_budget = {} is less than the engine's own buffers take: raise host_budget "
+                  "to at least {}, and more for what a model has there ({})",
+                  config.get("host_budget"), format_bytes_up(sum), list));
 }
 
 }  // namespace pagoda::engine

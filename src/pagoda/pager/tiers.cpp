@@ -6,12 +6,32 @@
 #include <utility>
 
 #include "pagoda/base/error.h"
+#include "pagoda/base/memory_limit.h"
+#include "pagoda/base/out_of_memory.h"
 
 namespace pagoda::pager {
 namespace {
 
 // Pinned host memory is taken in pieces of this size.
 constexpr Bytes kSlab = 64_MiB;
+
+/// Why the device has no room for device_budget. On a CPU it is addresses first, which a limit of
+/// the process may refuse on a machine that has the memory.
+std::string why_not_reserved(const Tiers::Options& options, const EngineError& error) {
+  const auto limit = tightest_memory_limit();
+  if (dynamic_cast<const OutOfMemory*>(&error) != nullptr && limit &&
+      options.device_budget > limit->left()) {
+    return fmt::format(
+        "device_budget = {} cannot be reserved: {}; raise the limit, or set device_budget to less "
+        "than the {} that are left",
+        format_bytes(options.device_budget), limit->describe(), format_bytes(limit->left()));
+  }
+  const device::MemoryInfo memory = options.device->memory_info();
+  return fmt::format(
+      "device_budget = {} cannot be had: {} has {} of {} free ({}); lower device_budget",
+      format_bytes(options.device_budget), options.device->name(), format_bytes(memory.free),
+      format_bytes(memory.total), error.message());
+}
 
 }  // namespace
 
@@ -40,12 +60,7 @@ Tiers::Tiers(Options options)
         options_.device, device_budget_.reserve(device_budget_.available(), tag::kPages),
         device::ArenaOptions{.name = "pages", .alignment = kDeviceBlock});
   } catch (const EngineError& error) {
-    const device::MemoryInfo memory = options_.device->memory_info();
-    throw UserError(
-        fmt::format("device_budget = {} cannot be had: {} has {} of {} free ({}); lower "
-                    "device_budget",
-                    format_bytes(options_.device_budget), options_.device->name(),
-                    format_bytes(memory.free), format_bytes(memory.total), error.message()));
+    throw UserError(why_not_reserved(options_, error));
   }
   if (!options_.swap.directories.empty()) {
     swap_ = std::make_unique<io::SwapSpace>(options_.swap, swap_files_);

@@ -24,6 +24,8 @@
 #include "pagoda/torch/engine.h"
 #include "pagoda/torch/gloo_world.h"
 #include "pagoda/torch/observer.h"
+#include "pagoda/torch/page_storage.h"
+#include "pagoda/torch/storage_table.h"
 
 namespace pagoda::torch {
 namespace {
@@ -130,6 +132,14 @@ Constants constants_of(const std::string& kind) {
   if (const auto* plain = std::get_if<Adam>(&rule)) adam(*plain);
   if (const auto* lion = std::get_if<Lion>(&rule)) adam(*lion);
   return out;
+}
+
+/// Of the page that is at this address of a StorageImpl; nothing where there is none.
+std::optional<std::string> page_at(std::int64_t storage) {
+  const auto* key = reinterpret_cast<const c10::StorageImpl*>(storage);  // NOLINT
+  const PageStorage* found = StorageTable::instance().find(key);
+  if (found == nullptr || found->page() == nullptr) return std::nullopt;
+  return found->page()->name();
 }
 
 std::vector<std::string> config_keys() {
@@ -493,6 +503,7 @@ TORCH_LIBRARY_FRAGMENT(pagoda, library) {
   using pagoda::torch::BoundSaved;
   library.def("config_keys() -> str[]", pagoda::torch::config_keys);
   library.def("interrupt_joins() -> ()", [] { pagoda::torch::interrupt_joins(); });
+  library.def("page_at(int storage) -> str?", pagoda::torch::page_at);
   library.def("optimizer_constants(str kind) -> Dict(str, float)", [](const std::string& kind) {
     return pagoda::torch::translating_errors([&] { return pagoda::torch::constants_of(kind); });
   });

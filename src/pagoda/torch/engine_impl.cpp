@@ -163,7 +163,8 @@ void Engine::Impl::require_ours_or_nobodys(const at::Tensor& tensor,
                                            const std::string& name) const {
   const auto* key = tensor.storage().unsafeGetStorageImpl();
   PAGODA_REQUIRE(torch::StorageTable::instance().find(key) == nullptr || find(tensor) != nullptr,
-                 "parameter '{}' belongs to another engine: release it there first", name);
+                 "parameter '{}' belongs to another engine: call release() of that engine first",
+                 name);
 }
 
 /// The same sizes over a storage on that device.

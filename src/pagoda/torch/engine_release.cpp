@@ -216,10 +216,15 @@ std::string Engine::Impl::close(bool give_back) noexcept {
     names += fmt::format("{}'{}'", i == 0 ? "" : ", ", left[i].first->page()->name());
   }
   if (left.size() > kMostNames) names += fmt::format(" and {} others", left.size() - kMostNames);
+  const char* advice = runtime_->failed()
+                           ? "It had failed, so their values are lost: load what was saved before, "
+                             "and train from there"
+                           : "Call engine.release(model) or engine.save_pretrained(directory) "
+                             "before the engine ends";
   return fmt::format(
       "the engine has ended with {} parameter{} that could not become plain tensors ({}; {}): {}. "
-      "Call engine.release(model) or engine.save_pretrained(directory) before the engine ends",
-      left.size(), left.size() == 1 ? "" : "s", names, format_bytes(bytes), why);
+      "{}",
+      left.size(), left.size() == 1 ? "" : "s", names, format_bytes(bytes), why, advice);
 }
 
 }  // namespace pagoda

@@ -104,32 +104,39 @@ TEST(Config, KeysAreDistinctAndExplained) {
 }
 
 TEST(Config, ErrorsNameTheKeyTheValueAndWhatIsAllowed) {
-  EXPECT_THAT(set_error("zero", "4"), AllOf(HasSubstr("zero = '4'"), HasSubstr("from 0 to 3")));
-  EXPECT_THAT(set_error("zero", "-1"), HasSubstr("zero = '-1'"));
-  EXPECT_THAT(set_error("zero", "2x"), HasSubstr("not a whole number"));
-  EXPECT_THAT(set_error("zero", ""), HasSubstr("not a whole number"));
-  EXPECT_THAT(set_error("accumulation", "0"), HasSubstr("from 1"));
-  EXPECT_THAT(set_error("accumulation", "99999999999999999999"), HasSubstr("too large"));
-  EXPECT_THAT(set_error("host_budget", "8 gigs"),
-              AllOf(HasSubstr("host_budget = '8 gigs'"), HasSubstr("8GiB")));
-  EXPECT_THAT(set_error("parameters", "disk"),
-              AllOf(HasSubstr("parameters = 'disk'"), HasSubstr("auto | device | host | nvme")));
-  EXPECT_THAT(set_error("clip", "-0.5"), HasSubstr("clip = '-0.5'"));
-  EXPECT_THAT(set_error("clip", "nan"), HasSubstr("clip = 'nan'"));
-  EXPECT_THAT(set_error("timeout", "0"), HasSubstr("above 0"));
-  EXPECT_THAT(set_error("checksums", "yes"), HasSubstr("true | false"));
-  EXPECT_THAT(set_error("loss_scale", "static"), HasSubstr("none | dynamic | number"));
-  EXPECT_THAT(set_error("loss_scale", "0"), HasSubstr("none | dynamic | number"));
-  EXPECT_THAT(set_error("device", "gpu"), HasSubstr("cuda:N"));
+  EXPECT_EQ(set_error("zero", "4"), "zero = 4 is not allowed: it takes a whole number from 0 to 3");
+  EXPECT_EQ(set_error("zero", "2x"),
+            "zero = '2x' is not allowed: it takes a whole number from 0 to 3");
+  EXPECT_THAT(set_error("zero", "-1"), HasSubstr("zero = -1 is not allowed"));
+  EXPECT_THAT(set_error("zero", ""), HasSubstr("zero = '' is not allowed"));
+  EXPECT_THAT(set_error("accumulation", "0"), HasSubstr("it takes a whole number from 1"));
+  EXPECT_THAT(set_error("accumulation", "99999999999999999999"),
+              HasSubstr("a whole number from 1"));
+  EXPECT_EQ(set_error("host_budget", "8 gigs"),
+            "host_budget = '8 gigs' is not allowed: it takes a byte size such as 8GiB");
+  EXPECT_EQ(set_error("parameters", "disk"),
+            "parameters = 'disk' is not allowed: it takes auto, device, host or nvme");
+  EXPECT_THAT(set_error("clip", "-0.5"), HasSubstr("clip = -0.5 is not allowed"));
+  EXPECT_EQ(set_error("clip", "nan"),
+            "clip = nan is not allowed: it is not finite; it takes a number from 0");
+  EXPECT_THAT(set_error("timeout", "0"), HasSubstr("it takes a number above 0"));
+  EXPECT_THAT(set_error("checksums", "yes"), HasSubstr("it takes true or false"));
+  EXPECT_THAT(set_error("loss_scale", "static"),
+              HasSubstr("it takes none, dynamic or a number above 0"));
+  EXPECT_THAT(set_error("loss_scale", "0"), HasSubstr("loss_scale = 0 is not allowed"));
+  EXPECT_THAT(set_error("device", "gpu"),
+              HasSubstr("it takes auto, cpu, cuda, cuda:N or emulated"));
   EXPECT_THAT(set_error("device", "cuda:x"), HasSubstr("device = 'cuda:x'"));
   EXPECT_THAT(set_error("device", "cuda:"), HasSubstr("device = 'cuda:'"));
-  EXPECT_THAT(set_error("nvme", "/a,,/b"), HasSubstr("empty"));
-  EXPECT_THAT(set_error("device_limit", "0"), HasSubstr("bytes above 0 | none"));
-  EXPECT_THAT(set_error("bucket", "0"), HasSubstr("bytes from 4 KiB to 1 TiB"));
+  EXPECT_THAT(set_error("nvme", "/a,,/b"),
+              HasSubstr("one of them is empty; it takes a list of directories"));
+  EXPECT_THAT(set_error("device_limit", "0"),
+              HasSubstr("a byte size above 0 such as 8GiB, or none"));
+  EXPECT_THAT(set_error("bucket", "0"), HasSubstr("it takes a byte size from 4 KiB to 1 TiB"));
   EXPECT_THAT(set_error("update_chunk", "2TiB"), HasSubstr("update_chunk = '2TiB'"));
-  EXPECT_THAT(set_error("staging", "4KiB"), HasSubstr("bytes from 16 KiB to 1 TiB"));
+  EXPECT_THAT(set_error("staging", "4KiB"), HasSubstr("a byte size from 16 KiB to 1 TiB"));
   EXPECT_THAT(set_error("host_budget", "8192PiB"), HasSubstr("it is more than 1024 PiB"));
-  EXPECT_THAT(set_error("timeout", "1e10"), HasSubstr("number above 0 to 1"));
+  EXPECT_THAT(set_error("timeout", "1e10"), HasSubstr("a number above 0, at most 1"));
 }
 
 TEST(Config, AnUnknownKeyNamesTheNearestOrNone) {
@@ -159,12 +166,12 @@ INSTANTIATE_TEST_SUITE_P(
         Combination{{{"optimizer", "nvme"}}, "optimizer = 'nvme' needs directories"},
         Combination{{{"parameters", "nvme"}}, "parameters = 'nvme' needs directories"},
         Combination{{{"gradients", "nvme"}, {"nvme", "/a"}}, nullptr},
-        Combination{{{"nvme_budget", "1GiB"}}, "nvme_budget = '1 GiB' needs directories"},
+        Combination{{{"nvme_budget", "1GiB"}}, "nvme_budget = 1 GiB needs directories"},
         Combination{{{"nvme", "/a,/b/../a"}}, "'/b/../a' twice"},
         Combination{{{"device_budget", "2GiB"}, {"device_limit", "1GiB"}}, "device_limit"},
         Combination{{{"device_budget", "1GiB"}, {"device_limit", "1GiB"}}, nullptr},
         Combination{{{"device_budget", "16MiB"}, {"gradient_staging", "32MiB"}},
-                    "gradient_staging = '32 MiB' leaves nothing of device_budget = '16 MiB'"},
+                    "gradient_staging = 32 MiB leaves nothing of device_budget = 16 MiB"},
         Combination{{{"device_budget", "16MiB"}, {"gradient_staging", "1MiB"}}, nullptr},
         Combination{{{"host_budget", "8MiB"}}, nullptr},
         Combination{{{"loss_scale_minimum", "1e9"}}, "loss_scale_minimum"},
@@ -174,13 +181,13 @@ INSTANTIATE_TEST_SUITE_P(
 TEST(Config, ValidateSeesWhatWasAssignedInCpp) {
   Config config;
   config.zero = 7;
-  EXPECT_THAT(error_of([&] { config.validate(); }), HasSubstr("zero = '7'"));
+  EXPECT_THAT(error_of([&] { config.validate(); }), HasSubstr("zero = 7"));
   config = Config{};
   config.device = "tpu";
   EXPECT_THAT(error_of([&] { config.validate(); }), HasSubstr("device = 'tpu'"));
   config = Config{};
   config.parameters = static_cast<Placement>(9);
-  EXPECT_THAT(error_of([&] { config.validate(); }), HasSubstr("parameters = '9'"));
+  EXPECT_THAT(error_of([&] { config.validate(); }), HasSubstr("parameters = 9"));
   config = Config{};
   config.nvme = {"/with,comma", ""};
   EXPECT_THAT(error_of([&] { config.validate(); }), HasSubstr("empty"));

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "pagoda/device/host/host_device.h"
 
+#include <algorithm>
 #include <cstring>
 #include <exception>
 #include <fstream>
@@ -14,6 +15,7 @@
 #include "pagoda/base/clock.h"
 #include "pagoda/base/error.h"
 #include "pagoda/base/log.h"
+#include "pagoda/base/memory_limit.h"
 #include "pagoda/base/ranked_mutex.h"
 #include "pagoda/base/trace.h"
 #include "pagoda/device/host_pages.h"
@@ -136,7 +138,9 @@ class HostDevice final : public Device {
     PAGODA_CHECK_EQ(::sysinfo(&info), 0);
     const Bytes total = info.totalram * Bytes{info.mem_unit};
     // Not freeram: what the page cache has is free for whoever asks for it.
-    return {available().value_or(info.freeram * Bytes{info.mem_unit}), total};
+    const Bytes free = available().value_or(info.freeram * Bytes{info.mem_unit});
+    const auto limit = tightest_memory_limit();
+    return {limit ? std::min(free, limit->left()) : free, total};
   }
 
  private:
