@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <filesystem>
 #include <memory>
@@ -85,7 +86,7 @@ struct Config {
   // What is watched.
   double timeout = 60;
   double join_timeout = 300;
-  double heartbeat = 5;
+  double heartbeat = 0;
   bool check_order = false;
   std::string trace;
   std::string trace_steps = "3-5";
@@ -102,6 +103,8 @@ struct Config {
   pager::DroppedWait dropped_wait = pager::DroppedWait::None;
 
   bool scales_loss() const noexcept { return loss_scale.kind != LossScale::Kind::None; }
+  /// Seconds between signs of life: `heartbeat`, or what 0 stands for.
+  double beat() const noexcept { return heartbeat > 0 ? heartbeat : std::min(5.0, timeout / 12); }
 
   /// Reads a JSON object. Sizes may be numbers or texts ("8GiB"). What is not named, or null, keeps
   /// its default. An unknown key is an error that names the nearest one. Does not validate().

@@ -328,7 +328,9 @@ std::vector<ConfigField> make_fields() {
            "Seconds in which all ranks must have started, whatever timeout is; after timeout of "
            "them a warning names a rank that has not",
            kMostSeconds),
-      real(PAGODA_FIELD(heartbeat), false, "Seconds between signs of life of a rank", kMostSeconds),
+      real(PAGODA_FIELD(heartbeat), true,
+           "Seconds between signs of life of a rank; 0: a twelfth of timeout, at most 5",
+           kMostSeconds),
       truth(PAGODA_FIELD(check_order), "Check that every access of device memory is ordered; slow"),
       text_field(PAGODA_FIELD(trace), "a path", nullptr,
                  "File for a trace of what happened when, for ui.perfetto.dev; empty: none"),

@@ -62,7 +62,7 @@ Runtime::~Runtime() {
   // Their connections are closed: the others look at the board now, which may be in this process.
   if (cause && !alone()) {
     failure_.wait_until_heard(
-        std::chrono::duration<double>(std::min(config_.timeout, 2 * config_.heartbeat + 1)));
+        std::chrono::duration<double>(std::min(config_.timeout, 2 * config_.beat() + 1)));
   }
 }
 
@@ -132,7 +132,7 @@ Nanos Runtime::waited_for_ranks() const noexcept {
 /// This rank can no longer answer the others. If that is because one of them is gone, whoever
 /// notices which one says so; within the time that a silent rank is given.
 void Runtime::pulls_ended(const std::string& reason) {
-  if (failure_.wait(std::chrono::duration<double>(config_.timeout + 2 * config_.heartbeat))) return;
+  if (failure_.wait(std::chrono::duration<double>(config_.timeout + 2 * config_.beat()))) return;
   fail(std::make_exception_ptr(
       EngineError(fmt::format("pages can no longer be served: {}", reason))));
 }

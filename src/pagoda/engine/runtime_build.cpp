@@ -138,7 +138,7 @@ void Runtime::connect() {
 void Runtime::watch_others() {
   Ranks::Watching watching;
   watching.timeout = config_.timeout;
-  watching.heartbeat = config_.heartbeat;
+  watching.heartbeat = config_.beat();
   watching.activity = [this] {
     const pager::PagerStats pages = pager_->stats();
     return pages.touches + pages.lookups + pages.device_to_host + reducer_->stats().contributions +

@@ -518,8 +518,8 @@ std::optional<at::Tensor> Engine::Impl::reachable(const Parameter& parameter) {
   return at::Tensor(std::move(alive));
 }
 
-/// storage_exchanged() for a call that can say so: values that may not be written now are dropped, and
-/// the next call goes on with those of before.
+/// storage_exchanged() for a call that can say so: values that may not be written now are dropped,
+/// and the next call goes on with those of before.
 void Engine::Impl::take_new_values(std::size_t index, const at::Tensor& tensor) {
   try {
     storage_exchanged(index);

@@ -175,7 +175,8 @@ INSTANTIATE_TEST_SUITE_P(
         Combination{{{"device_budget", "16MiB"}, {"gradient_staging", "1MiB"}}, nullptr},
         Combination{{{"host_budget", "8MiB"}}, nullptr},
         Combination{{{"loss_scale_minimum", "1e9"}}, "loss_scale_minimum"},
-        Combination{{{"timeout", "4"}}, "heartbeat"},
+        Combination{{{"timeout", "4"}}, nullptr},
+        Combination{{{"timeout", "4"}, {"heartbeat", "3"}}, "heartbeat = 3 is more than half"},
         Combination{{{"timeout", "4"}, {"heartbeat", "1"}}, nullptr}));
 
 TEST(Config, ValidateSeesWhatWasAssignedInCpp) {
