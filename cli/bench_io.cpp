@@ -150,14 +150,15 @@ void add_bench_io(CLI::App& bench) {
   auto flags = std::make_shared<Flags>();
   CLI::App* command = bench.add_subcommand(
       "io", "Read, write and mixed throughput of the swap path, beside fio in the same run");
-  command->add_option("--dir", flags->directories,
-                      "Where to put the files; several are striped (default: here)");
+  command->add_option(
+      "--dir", flags->directories,
+      "Where to put the files; several are striped (default: the current directory)");
   command
       ->add_option("--size", flags->size,
                    "Size of the files (four times that is needed, with --alone once)")
       ->capture_default_str();
-  command->add_option("--block", flags->block, "Bytes a request")->capture_default_str();
-  command->add_option("--depth", flags->depth, "Requests in flight a directory")
+  command->add_option("--block", flags->block, "Bytes per request")->capture_default_str();
+  command->add_option("--depth", flags->depth, "Requests in flight per directory")
       ->capture_default_str();
   command->add_option("--seconds", flags->seconds, "Length of each measurement")
       ->capture_default_str();

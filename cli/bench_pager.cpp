@@ -106,7 +106,7 @@ void add_bench_pager(CLI::App& bench) {
   command->add_option("--steps", flags->steps, "Steps, or rounds, that are measured")
       ->capture_default_str();
   command->add_option("--dir", flags->dir,
-                      "Directory for states on disk (default: the hit rate's lie on the host)");
+                      "Directory for states on disk (default: the hit rate's are on the host)");
   command
       ->add_option("--states", flags->states,
                    "Bytes of the disk part's states (twice that is needed on the disk)")

@@ -11,6 +11,7 @@
 #include "pagoda/base/error.h"
 #include "pagoda/base/log.h"
 #include "pagoda/base/version.h"
+#include "pagoda/engine/nearest_word.h"
 #include "pagoda/torch/torch_version.h"
 
 namespace {
@@ -18,20 +19,40 @@ namespace {
 constexpr int kUsageError = 2;   // the caller's fault: flags, paths, budgets
 constexpr int kEngineError = 1;  // the engine's or the machine's
 
+/// A command with those around it: "bench io".
+std::string path_of(const CLI::App& command) {
+  const CLI::App* around = command.get_parent();
+  const bool outermost = around == nullptr || around->get_parent() == nullptr;
+  return outermost ? command.get_name() : path_of(*around) + " " + command.get_name();
+}
+
 std::string version_text() {
   return fmt::format("pagoda {} (torch {}, built against {})", pagoda::kVersion,
                      pagoda::torch::loaded_version(), pagoda::torch::built_version());
 }
 
-/// One line: what is wrong, and where help is.
+/// One line: what is wrong, and where help is. CLI11 calls a mistyped command a missing one, and an
+/// option that it does not know an unexpected argument.
 std::string usage_message(const CLI::App* app, const CLI::Error& error) {
-  std::string what = error.what();
-  // CLI11 calls a mistyped command a missing one.
   const std::vector<std::string> unknown = app->remaining(true);
-  if (error.get_name() == "RequiredError" && !unknown.empty()) {
-    what = fmt::format("there is no command '{}'", unknown.front());
+  while (!app->get_subcommands().empty()) app = app->get_subcommands().front();
+  std::string what = error.what();
+  const bool is_option = !unknown.empty() && unknown.front().starts_with("-");
+  if (!unknown.empty()) {
+    what = fmt::format("unknown {} '{}'", is_option ? "option" : "command", unknown.front());
+    std::vector<std::string> known;
+    for (const CLI::App* command : app->get_subcommands({})) known.push_back(command->get_name());
+    for (const CLI::Option* option : app->get_options()) {
+      for (const std::string& name : option->get_lnames()) known.push_back("--" + name);
+    }
+    if (const auto near = pagoda::nearest_word(unknown.front(), known)) {
+      what += fmt::format("; did you mean '{}'?", *near);
+    }
+  } else if (error.get_name() == "RequiredError") {
+    what = "a command is required";
   }
-  return fmt::format("pagoda: {}; see 'pagoda --help'\n", what);
+  return fmt::format("pagoda: {}{}see '{} --help'\n", what, what.ends_with('?') ? " " : "; ",
+                     app->get_parent() == nullptr ? "pagoda" : "pagoda " + path_of(*app));
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -21,31 +22,32 @@ def boxed(name: str, group: object) -> Any:
     if group is None:
         return None
     if not isinstance(group, distributed.ProcessGroup):
-        raise UserError(f"{name} = {group!r}: it takes a process group, as "
+        raise UserError(f"{name} = {group!r} is not allowed: expected a process group, as "
                         "torch.distributed.new_group() returns it on its ranks")
     return group.boxed()
 
 
-def module_of(model: object) -> torch.nn.Module:
+def module_of(model: object, call: str) -> torch.nn.Module:
     if not isinstance(model, torch.nn.Module):
-        raise UserError(f"the model is a torch.nn.Module, and not {described(model)}")
+        hint = ": pass the model, not model.parameters()" if isinstance(model, Iterator) else ""
+        raise UserError(f"{call} expects a torch.nn.Module, got {described(model)}{hint}")
     return model
 
 
-def tensor_of(what: object) -> torch.Tensor:
+def tensor_of(what: object, call: str, expects: str = "a tensor") -> torch.Tensor:
     if not isinstance(what, torch.Tensor):
-        raise UserError(f"a parameter is a tensor, and not {described(what)}")
+        raise UserError(f"{call} expects {expects}, got {described(what)}")
     return what
 
 
 def directory_of(path: object) -> Path:
     if not isinstance(path, (str, PathLike)):
-        raise UserError(f"the directory is a path, and not {described(path)}")
+        raise UserError(f"the directory must be a path, got {described(path)}")
     text = os.fspath(path)
     if not isinstance(text, str):
-        raise UserError(f"the directory is a text, and not {described(text)}")
+        raise UserError(f"the directory must be a str or a path, got {described(text)}")
     if not text:
-        raise UserError("the directory's name is empty: name one; '.' is the working directory")
+        raise UserError("the directory's name is empty; '.' is the current directory")
     if "\0" in text:
         raise UserError(f"the directory {text!r} has a NUL character in its name")
     return Path(text)
@@ -53,19 +55,20 @@ def directory_of(path: object) -> Path:
 
 def described(what: object) -> str:
     """Of a wrong argument, what it is."""
-    return "None" if what is None else f"a {type(what).__name__}"
+    return "None" if what is None else type(what).__name__
 
 
 def check_model(model: torch.nn.Module) -> None:
     """What cannot be paged or trained, as far as Python knows more of it than the library."""
     for name, module in model.named_modules():
         if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse:
-            raise UserError(f"module '{name}' gives sparse gradients: build it with sparse=False")
+            raise UserError(f"module '{name}' has sparse gradients, which are not supported: build it with "
+                            "sparse=False")
     check_unwrapped(model)
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
-            raise UserError(f"parameter '{name}' is not initialised yet: run one forward pass of the "
+            raise UserError(f"parameter '{name}' is not initialized yet: run one forward pass of the "
                             "model, so that its lazy modules know their shapes, before attach()")
         if type(parameter).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-            raise UserError(f"parameter '{name}' is a {type(parameter).__name__}, of which only its "
-                            "class knows where the bytes are: attach a model of plain tensors")
+            raise UserError(f"parameter '{name}' is a {type(parameter).__name__}, a tensor subclass that "
+                            "keeps its own storage: attach a model of plain tensors")

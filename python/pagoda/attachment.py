@@ -15,7 +15,9 @@ import torch
 from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from pagoda.accelerator_state import guard_accelerator_state
 from pagoda.errors import UserError
+from pagoda.grad_scaler import guard_grad_scalers
 from pagoda.vectors import copy_to_attached
 from pagoda.saved_mutations import guard_saved_mutations
 from pagoda.wrappers import guard_wrappers
@@ -51,7 +53,7 @@ class Attachment:
         try:
             largest, power = float(wanted), float(kind)  # type: ignore[arg-type]
         except (TypeError, ValueError):
-            raise UserError(f"clip_grad_norm_({wanted!r}, {kind!r}): they are numbers") from None
+            raise UserError(f"clip_grad_norm_({wanted!r}, {kind!r}) expects two numbers") from None
         if power != 2 or (largest != self.clip and largest != float("inf")):
             raise UserError(f"clip_grad_norm_ asks for the {power:g}-norm {largest:g} and the engine "
                             f"clips the 2-norm at {self.clip:g}: attach(model, clip=…) decides")
@@ -66,11 +68,11 @@ class Attachment:
         if self.ids.isdisjoint(theirs) or not engine.has_gradients():
             return
         if not self.ids <= theirs:
-            raise UserError("zero_grad() of a part of an attached model: the engine drops the "
-                            "gradients of all of it, with engine.zero_grad()")
+            raise UserError("zero_grad() of a part of an attached model is not supported: "
+                            "engine.zero_grad() drops the gradients of all of it")
         if engine.world_size > 1:  # not every rank may have gradients, and all must take part
-            raise UserError("model.zero_grad() of a model that is trained on several ranks: call "
-                            "engine.zero_grad() on all of them")
+            raise UserError("model.zero_grad() of a model that is trained on several ranks is not "
+                            "supported: call engine.zero_grad() on all of them")
         engine.zero_grad()
 
 
@@ -105,9 +107,11 @@ def _guard_clipping(name: str) -> None:
             largest = args[0] if args else kwargs.get("max_norm")
             kind = args[1] if len(args) > 1 else kwargs.get("norm_type", 2.0)
             return attachment.norm(largest, kind)
-        raise UserError(f"{name.strip('_')}_: the gradients of these parameters are the engine's; say "
-                        "engine.attach(model, clip=…), and engine.grad_norm() for their norm"
-                        + _trainers_way())
+        way = ("clip each gradient in a hook, p.register_hook(lambda g: g.clamp(-v, v))"
+               if name == "clip_grad_value_" else
+               "pass clip= to engine.attach(model, clip=…), and read their norm from step().norm")
+        raise UserError(f"{name.strip('_')}_: these parameters are attached to an engine, which owns "
+                        f"their gradients; {way}{_trainers_way()}")
 
     cell.cell_contents = checked
 
@@ -131,8 +135,8 @@ def _guard_steps(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     if isinstance(optimizer, Optimizer) or not _attached:
         return
     if _attachment_of(p for group in optimizer.param_groups for p in group["params"]) is not None:
-        raise UserError(f"{type(optimizer).__name__}.step(): an engine trains these parameters and has "
-                        "their gradients; call engine.step() or engine.optimizer.step()"
+        raise UserError(f"{type(optimizer).__name__}.step(): these parameters are attached to an engine, "
+                        "which owns their gradients; call engine.step() or engine.optimizer.step()"
                         + _trainers_way())
 
 
@@ -145,6 +149,8 @@ def _guard() -> None:
         _guard_clipping(name)
     _guard_zeroing()
     guard_wrappers(lambda tensors: _attachment_of(tensors) is not None)
+    guard_grad_scalers(lambda tensors: _attachment_of(tensors) is not None, lambda: len(_attached) > 0)
+    guard_accelerator_state()
     guard_saved_mutations(lambda: len(_attached) > 0)
     register_optimizer_step_pre_hook(_guard_steps)
     copy_to_attached(lambda tensors: _attachment_of(tensors) is not None)

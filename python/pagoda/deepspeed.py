@@ -6,9 +6,8 @@ the same tuple as DeepSpeed's. What their keys do is said in deepspeed_config.py
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +19,17 @@ from pagoda.deepspeed_config import Settings
 from pagoda.engine import Engine
 from pagoda.errors import UserError
 from pagoda.schedules import make_schedule
+from pagoda.stats import Stats
+from pagoda.warning import warn
 
 
 class DeepSpeedEngine:
-    """What `initialize` returns first: the model, called as ever, with backward() and step()."""
+    """What `initialize` returns first: the model, called as usual, with backward() and step()."""
 
     def __init__(self, engine: Engine, module: torch.nn.Module, micro: int, accumulation: int,
-                 scheduler: Any) -> None:
+                 scheduler: Any, config: Any = None) -> None:
         self.engine = engine
+        self.config = config
         self.module = module
         self.optimizer = engine.optimizer
         self.lr_scheduler = scheduler
@@ -41,10 +43,16 @@ class DeepSpeedEngine:
         return self.module(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """What it has not is the model's: parameters(), state_dict(), generate(), …"""
+        """Other attributes are the model's: parameters(), state_dict(), generate(), …"""
         if name == "module":
             raise AttributeError(name)
-        return getattr(self.module, name)
+        try:
+            return getattr(self.module, name)
+        except AttributeError:
+            if hasattr(type(self.module), name):  # a property of the model's that failed
+                raise
+            raise AttributeError(f"neither DeepSpeedEngine nor {type(self.module).__name__} has "
+                                 f"'{name}'") from None
 
     def train(self, mode: bool = True) -> DeepSpeedEngine:
         self.module.train(mode)
@@ -58,8 +66,61 @@ class DeepSpeedEngine:
         return self.engine.device
 
     @property
+    def global_rank(self) -> int:
+        return self.engine.rank
+
+    @property
+    def local_rank(self) -> int:
+        return int(os.environ.get("LOCAL_RANK", "0"))
+
+    @property
+    def world_size(self) -> int:
+        return self.engine.world_size
+
+    @property
+    def dp_world_size(self) -> int:
+        return self.engine.world_size
+
+    @property
     def loss_scale(self) -> float:
         return self.engine.loss_scale
+
+    @property
+    def skipped_steps(self) -> int:
+        return int(self.engine.stats()["skipped_steps"])
+
+    def get_loss_scale(self) -> float:
+        return self.engine.loss_scale
+
+    def zero_optimization(self) -> bool:
+        return self.zero_optimization_stage() > 0
+
+    def zero_optimization_stage(self) -> int:
+        return int(self.engine.config["zero"])
+
+    def fp16_enabled(self) -> bool:
+        return any(p.dtype == torch.float16 for p in self.module.parameters())
+
+    def bfloat16_enabled(self) -> bool:
+        return any(p.dtype == torch.bfloat16 for p in self.module.parameters())
+
+    def gradient_clipping(self) -> float:
+        return float(self.engine.config["clip"])
+
+    def stats(self) -> Stats:
+        """What the engine has done and what it holds."""
+        return self.engine.stats()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Changes nothing: gradients are reduced as they come, in any micro-batch."""
+        return nullcontext()
+
+    def empty_partition_cache(self) -> None:
+        """Does nothing: device_budget bounds what is resident."""
+
+    def destroy(self) -> None:
+        """Ends the engine, as Engine.close() does."""
+        self.engine.close()
 
     def train_micro_batch_size_per_gpu(self) -> int:
         return self._micro
@@ -81,9 +142,10 @@ class DeepSpeedEngine:
         """Of the last step, where something needed it."""
         return self._norm
 
-    def backward(self, loss: torch.Tensor) -> torch.Tensor:
+    def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> torch.Tensor:
         """One micro-batch; the loss is divided by their number."""
-        self.engine.backward(loss / self._accumulation if self._accumulation > 1 else loss)
+        self.engine.backward(loss / self._accumulation if self._accumulation > 1 else loss,
+                             retain_graph=retain_graph)
         return loss
 
     def zero_grad(self) -> None:
@@ -108,8 +170,12 @@ class DeepSpeedEngine:
         """The weights, as a Hugging Face directory."""
         self.engine.save_pretrained(directory)
 
+    def save_pretrained(self, directory: str | Path, **keywords: Any) -> None:
+        """The weights, as a Hugging Face directory."""
+        self.engine.save_pretrained(directory, **keywords)
+
     def save_checkpoint(self, *_: Any, **__: Any) -> None:
-        raise UserError("there are no DeepSpeed checkpoints: save_16bit_model(directory) writes the "
+        raise UserError("DeepSpeed checkpoints are not supported: save_16bit_model(directory) writes the "
                         "weights")
 
     load_checkpoint = save_checkpoint
@@ -154,14 +220,17 @@ def _loader(data: Any, micro: int, engine: Engine, collate: Any, drop_last: bool
 def initialize(args: Any = None, model: torch.nn.Module | Callable[[], torch.nn.Module] | None = None,
                optimizer: Any = None, model_parameters: Any = None, training_data: Any = None,
                lr_scheduler: Any = None, collate_fn: Any = None,
-               config: dict[str, Any] | str | Path | None = None, **engine_keywords: Any,
+               config: dict[str, Any] | str | Path | None = None, config_params: Any = None,
+               mpu: Any = None, dist_init_required: bool | None = None, **engine_keywords: Any,
                ) -> tuple[DeepSpeedEngine, Any, Any, Any]:
     """DeepSpeed's initialize(): the engine, its optimizer, the loader and the scheduler.
 
-    `model` may also be a function that makes it: then its pages are born paged. `args` may be
-    transformers' TrainingArguments: what the configuration calls "auto" is taken from them, or from
-    the model, and what neither knows is an error. Further keywords are `Engine`'s, and come before
-    what the configuration says: `device_budget="6GiB"`.
+    `model` may also be a function that makes it: then its parameters are created as pages. `args` may
+    be transformers' TrainingArguments: what the configuration calls "auto" is taken from them, or
+    from the model, and what neither knows is an error. `config_params` is another name of `config`.
+    torch.distributed is used as it is, or torchrun's environment, whatever `dist_init_required` says.
+    Further keywords are `Engine`'s, and come before what the configuration says:
+    `device_budget="6GiB"`.
 
     >>> import torch, pagoda
     >>> engine, optimizer, _, scheduler = pagoda.initialize(
@@ -174,28 +243,31 @@ def initialize(args: Any = None, model: torch.nn.Module | Callable[[], torch.nn.
     >>> engine.global_steps
     1
     """
-    config = config if config is not None else _config_of(args)
+    if config is None:
+        config = config_params if config_params is not None else _config_of(args)
     if model is None or config is None:
         raise UserError("initialize() needs a model and a config")
+    if mpu is not None:
+        raise UserError("mpu: model parallelism is not supported; the engine shards the model over the "
+                        "ranks (zero_optimization.stage)")
     if not callable(model):  # as modules are, too
-        raise UserError(f"model is a torch.nn.Module or a function that makes one, and not a "
+        raise UserError("model must be a torch.nn.Module or a function that makes one, got "
                         f"{type(model).__name__}")
     if optimizer is not None:
-        raise UserError("an optimizer of your own cannot be paged: name it in the config's "
-                        "optimizer section")
+        raise UserError("an optimizer object cannot be paged: name it in the config's optimizer section")
     if lr_scheduler is not None and not callable(lr_scheduler):
-        raise UserError(f"a {type(lr_scheduler).__name__} that exists already drives another "
-                        "optimizer: pass a function that makes it, lr_scheduler=lambda optimizer: …")
+        raise UserError(f"a {type(lr_scheduler).__name__} object drives another optimizer: pass a function "
+                        "that makes it, lr_scheduler=lambda optimizer: …")
     settings = Settings(config)
     ranks = _ranks(engine_keywords.get("group"))
     settings.resolve(of_arguments(args, training_data, ranks) if are_training_arguments(args) else {},
                      of_model(model))
     micro, accumulation = settings.batches(ranks)
-    keywords = settings.engine_keywords()
+    keywords = settings.engine_keywords(engine_keywords.get("nvme"))
     chosen = settings.optimizer_keywords()
     if settings.ignored:
-        warnings.warn("keys of the DeepSpeed configuration that are missing or have no effect:\n" + "\n".join(
-            f"  {path}: {instead}" for path, instead in settings.ignored.items()), stacklevel=2)
+        warn("DeepSpeed keys without effect here, and defaults used:\n" + "\n".join(
+            f"  {path}: {instead}" for path, instead in settings.ignored.items()))
     engine = Engine(**{**keywords, "accumulation": accumulation, **engine_keywords})
     if not isinstance(model, torch.nn.Module):
         with engine.build():
@@ -210,7 +282,7 @@ def initialize(args: Any = None, model: torch.nn.Module | Callable[[], torch.nn.
         facade = engine.attach(model, groups=_groups(model_parameters), **chosen)
         schedule = lr_scheduler(facade) if lr_scheduler is not None else make_schedule(
             facade, settings.get("scheduler.type"), settings.section("scheduler.params"))
-        wrapped = DeepSpeedEngine(engine, model, micro, accumulation, schedule)
+        wrapped = DeepSpeedEngine(engine, model, micro, accumulation, schedule, config)
         loader = _loader(training_data, micro, engine, collate_fn,
                          bool(settings.get("dataloader_drop_last",
                                            getattr(args, "dataloader_drop_last", False))))

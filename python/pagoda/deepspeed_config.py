@@ -8,6 +8,7 @@ a key that is not known is an error, and so is an "auto" that nothing resolves (
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from pagoda.errors import UserError
 from pagoda.optimizer import group_defaults
 
 _BY_ITSELF = "Pagoda decides by itself, from what it measures"
-_BUDGET = "device_budget and host_budget are what bounds memory; name them to initialize()"
+_BUDGET = "device_budget and host_budget bound memory; pass them to initialize()"
 _STAGING = "staging memory is fixed: see staging, update_chunk and bucket in docs/config.md"
 _NO_PARTS = "quantized and hierarchical communication do not exist here: full precision is sent"
 
@@ -40,8 +41,8 @@ _HONOURED = {
 
 # Keys that are known and not read: what happens instead.
 _INSTEAD = {
-    "prescale_gradients": "gradients are added up in fp32, in the order of ranks, then divided",
-    "gradient_predivide_factor": "gradients are added up in fp32, then divided by the ranks",
+    "prescale_gradients": "gradients are summed in fp32, in the order of ranks, then divided",
+    "gradient_predivide_factor": "gradients are summed in fp32, then divided by the number of ranks",
     "sparse_gradients": "gradients are dense",
     "zero_allow_untested_optimizer": "optimizers are adamw, adam, sgd and lion",
     "zero_force_ds_cpu_optimizer": "updates always run on the host",
@@ -58,7 +59,7 @@ _INSTEAD = {
     "bf16.check_grad_overflow": "gradients are taken as they are, as a plain loop takes them",
     "bf16.immediate_grad_update": "gradients are always taken as soon as they are there",
     "bf16.bf16_master_weights_and_grads": "masters are fp32; master='split' keeps them in 2 bytes",
-    "bf16.bf16_optimizer_states": "say moments='bf16' to initialize()",
+    "bf16.bf16_optimizer_states": "pass moments='bf16' to initialize()",
     "zero_optimization.allgather_partitions": _BY_ITSELF,
     "zero_optimization.allgather_bucket_size": _BY_ITSELF,
     "zero_optimization.overlap_comm": "communication always overlaps with computation",
@@ -81,8 +82,8 @@ _INSTEAD = {
     "zero_optimization.cpu_offload_use_pin_memory": "host memory of a GPU's pages is pinned",
     "zero_optimization.stage3_max_live_parameters": _BUDGET,
     "zero_optimization.max_live_parameters": _BUDGET,
-    "zero_optimization.stage3_max_reuse_distance": "what is needed last goes first",
-    "zero_optimization.max_reuse_distance": "what is needed last goes first",
+    "zero_optimization.stage3_max_reuse_distance": "the page that is needed last is evicted first",
+    "zero_optimization.max_reuse_distance": "the page that is needed last is evicted first",
     "zero_optimization.stage3_prefetch_bucket_size": _BY_ITSELF,
     "zero_optimization.prefetch_bucket_size": _BY_ITSELF,
     "zero_optimization.stage3_param_persistence_threshold": _BY_ITSELF,
@@ -122,11 +123,11 @@ _INSTEAD = {
     "zero_optimization.offload_optimizer.ratio": _BUDGET,
     "zero_optimization.offload_optimizer.super_offload": "updates begin during backward",
     "zero_optimization.offload_optimizer.convert_grad_on_cpu": "kernels take 16 bits as they come",
-    "zero_optimization.offload_optimizer.cpuadam_cores_perc": "say update_threads to initialize()",
+    "zero_optimization.offload_optimizer.cpuadam_cores_perc": "pass update_threads to initialize()",
     "aio.block_size": _BY_ITSELF,
     "aio.queue_depth": _BY_ITSELF,
-    "aio.thread_count": "say fetch_threads to initialize()",
-    "aio.intra_op_parallelism": "say fetch_threads to initialize()",
+    "aio.thread_count": "pass fetch_threads to initialize()",
+    "aio.intra_op_parallelism": "pass fetch_threads to initialize()",
     "aio.single_submit": _BY_ITSELF,
     "aio.overlap_events": _BY_ITSELF,
     "aio.use_gds": "files go through host memory",
@@ -137,9 +138,9 @@ _INSTEAD = {
     "activation_checkpointing": "use torch.utils.checkpoint, or engine.activations('host')",
     "flops_profiler": "there is none",
     "comms_logger": "engine.stats() counts what is sent",
-    "tensorboard": "log what you like from engine.stats()",
-    "wandb": "log what you like from engine.stats()",
-    "csv_monitor": "log what you like from engine.stats()",
+    "tensorboard": "log from engine.stats()",
+    "wandb": "log from engine.stats()",
+    "csv_monitor": "log from engine.stats()",
     "checkpoint": "there are no DeepSpeed checkpoints; engine.save_pretrained() writes the weights",
 }
 
@@ -159,6 +160,10 @@ _OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "fusedadam": "adamw", "cpuadam
                "cpulion": "lion"}
 
 
+# What a constant of an optimizer is called elsewhere.
+_OTHER_NAMES = {"learning_rate": "lr", "epsilon": "eps", "decay": "weight_decay"}
+
+
 def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Every key with its path; what is honoured or answered as a whole is not opened."""
     for key, value in tree.items():
@@ -170,8 +175,6 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _nearest(path: str) -> str:
-    import difflib
-
     close = difflib.get_close_matches(path, [*_HONOURED, *_INSTEAD], 1)
     return f"; did you mean '{close[0]}'?" if close else ""
 
@@ -185,8 +188,8 @@ def _read(config: Any) -> dict[str, Any]:
         except (OSError, ValueError) as error:
             raise UserError(f"the configuration '{config}' cannot be read: {error}") from None
     if not isinstance(config, dict):
-        raise UserError(f"a DeepSpeed configuration is a dict or the path of a JSON file, and not "
-                        f"a {type(config).__name__}")
+        raise UserError("a DeepSpeed configuration must be a dict or the path of a JSON file, got "
+                        f"{type(config).__name__}")
     tree = dict(config)
     if isinstance(tree.get("bfloat16"), dict):  # its name of once
         tree["bf16"] = {**tree.pop("bfloat16"), **tree.get("bf16", {})}
@@ -236,7 +239,7 @@ class Settings:
             self._auto.append(path)
             return
         if not isinstance(values, dict):
-            raise UserError(f"{path} = {values!r} is not allowed: it takes keys and values")
+            raise UserError(f"{path} = {values!r} is not allowed: expected keys and values")
         self._auto += [f"{path}.{key}" for key, value in values.items() if value == "auto"]
         self._values[path] = {key: value for key, value in values.items() if value != "auto"}
 
@@ -296,7 +299,7 @@ class Settings:
         """A value that is a number."""
         value = self.get(path, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise UserError(f"{path} = {value!r} is not allowed: it takes a number")
+            raise UserError(f"{path} = {value!r} is not allowed: expected a number")
         return value
 
     def section(self, path: str) -> dict[str, Any]:
@@ -306,7 +309,7 @@ class Settings:
     def _count(self, path: str) -> int | None:
         value = self.get(path)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise UserError(f"{path} = {value!r} is not allowed: it takes a whole number from 1")
+            raise UserError(f"{path} = {value!r} is not allowed: expected an integer ≥ 1")
         return value
 
     def batches(self, ranks: int) -> tuple[int, int]:
@@ -320,12 +323,20 @@ class Settings:
             steps = 1 if whole is None else whole // (ranks * max(1, micro))
         if (whole is not None and whole != micro * steps * ranks) or micro < 1 or steps < 1:
             raise UserError(f"train_batch_size ({whole}) is not train_micro_batch_size_per_gpu "
-                            f"({micro}) × gradient_accumulation_steps ({steps}) × ranks ({ranks})")
+                            f"({micro}) × gradient_accumulation_steps ({steps}) × ranks ({ranks}): "
+                            f"expected {max(1, micro) * max(1, steps) * ranks}")
         return micro, steps
 
-    def engine_keywords(self) -> dict[str, Any]:
-        """What Engine() is told."""
-        out: dict[str, Any] = {"zero": self.get("zero_optimization.stage", 0)}
+    def _stage(self) -> int:
+        stage = self.get("zero_optimization.stage", 0)
+        if isinstance(stage, bool) or not isinstance(stage, int) or not 0 <= stage <= 3:
+            raise UserError(f"zero_optimization.stage = {stage!r} is not allowed: expected an integer from "
+                            "0 to 3")
+        return stage
+
+    def engine_keywords(self, nvme: object = None) -> dict[str, Any]:
+        """What Engine() is told. `nvme`: the directories that initialize() was given, if any."""
+        out: dict[str, Any] = {"zero": self._stage()}
         directories = []
         for state, section, old in (("parameters", "offload_param",
                                      ("cpu_offload_param", "cpu_offload_params")),
@@ -334,10 +345,15 @@ class Settings:
             if any(self.get(f"zero_optimization.{name}") for name in old):
                 place = "cpu"
             if place not in ("none", "cpu", "nvme"):
-                raise UserError(f"zero_optimization.{section}.device is '{place}': it takes none, "
-                                "cpu or nvme")
-            if place == "nvme":
-                directories.append(self.get(f"zero_optimization.{section}.nvme_path", "."))
+                raise UserError(f"zero_optimization.{section}.device is '{place}': expected none, cpu or "
+                                "nvme")
+            path = self.get(f"zero_optimization.{section}.nvme_path")
+            if place == "nvme" and path is not None:
+                directories.append(path)
+            elif place == "nvme" and not nvme:  # the current directory would be a guess
+                raise UserError(f"zero_optimization.{section}.device is 'nvme' and zero_optimization."
+                                f"{section}.nvme_path is not set: set it to a directory, or pass "
+                                "nvme=[…] to initialize()")
             out[state] = {"none": "auto", "cpu": "host", "nvme": "nvme"}[place]
         if directories:
             out["nvme"] = sorted({str(path) for path in directories})
@@ -360,7 +376,7 @@ class Settings:
             out["seed"] = self.get("seed")
         if self.get("communication_data_type") not in (None, "fp32"):
             self.ignored["communication_data_type"] = (
-                "gradients are sent in the type of their parameter and added up in fp32")
+                "gradients are sent in the dtype of their parameter and summed in fp32")
         return out
 
     def optimizer_keywords(self) -> dict[str, Any]:
@@ -368,28 +384,30 @@ class Settings:
         if self.get("optimizer.type") is None and not self.section("optimizer.params"):
             ours = group_defaults("adamw")
             self.ignored["optimizer"] = (
-                f"the configuration has no such section: AdamW with lr={ours['lr']:g} and "
-                f"weight_decay={ours['weight_decay']:g} trains; name optimizer.type and "
-                "optimizer.params.lr to choose")
+                f"missing; AdamW with lr={ours['lr']:g} and weight_decay={ours['weight_decay']:g} is used: "
+                "set optimizer.type and optimizer.params.lr to choose")
         named = str(self.get("optimizer.type", "AdamW"))
         kind = _OPTIMIZERS.get(named.lower())
         if kind is None:
-            raise UserError(f"optimizer.type '{named}' is none of Adam, AdamW, SGD and Lion")
+            raise UserError(f"optimizer.type '{named}' is not supported; use one of Adam, AdamW, SGD, Lion")
         params = self.section("optimizer.params")
         if params.pop("max_grad_norm", None):
-            raise UserError("optimizer.params.max_grad_norm: say gradient_clipping instead")
+            raise UserError("optimizer.params.max_grad_norm: use gradient_clipping instead")
         if named.lower() == "adam" and not params.pop("adam_w_mode", True):
             kind = "adam"
         for key in ("torch_adam", "fused", "adamw_mode", "adam_w_mode", "set_grad_none",
                     "fp32_optimizer_states"):
             if params.pop(key, None) not in (None, False, True):
-                raise UserError(f"optimizer.params.{key} is true or false")
+                raise UserError(f"optimizer.params.{key}: expected true or false")
         if not params.pop("bias_correction", True):
             self.ignored["optimizer.params.bias_correction"] = "moments are corrected"
         if params.pop("amsgrad", False):
-            raise UserError("optimizer.params.amsgrad: there is no AMSGrad")
+            raise UserError("optimizer.params.amsgrad: AMSGrad is not supported")
         known = {"lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov"}
         for key in params:
             if key not in known:
-                raise UserError(f"there is no key 'optimizer.params.{key}'")
+                near = _OTHER_NAMES.get(key) or next(iter(difflib.get_close_matches(key, known, 1)), None)
+                raise UserError(f"there is no key 'optimizer.params.{key}'" + (
+                    f"; did you mean 'optimizer.params.{near}'?" if near else
+                    f"; it has {', '.join(sorted(known))}"))
         return {"optimizer": kind, **params}

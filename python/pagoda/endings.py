@@ -4,13 +4,16 @@ with its cause at once, instead of waiting for a rank that never comes.
 
 Only what ends the process, or the thread that trains, is told. In an interactive interpreter an
 exception ends a cell, not the process: nothing is told there, the engine lives, and so do the
-others, for as long as `timeout` lets them wait. `os._exit` and signals that kill run no Python: the others
-see the connection break.
+others, for as long as `timeout` lets them wait. A child of multiprocessing, as torch's spawn starts
+them, calls no hook of these when its function raises, but what is to be done at its end.
+`os._exit` and signals that kill run no Python: the others see the connection break.
 """
 
 from __future__ import annotations
 
 import atexit
+import multiprocessing
+import multiprocessing.util
 import os
 import sys
 import threading
@@ -21,6 +24,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from pagoda import interruptions
+from pagoda.errors import sendable
 
 if TYPE_CHECKING:
     from pagoda.library import Handle
@@ -30,7 +34,10 @@ _LONGEST = 1000
 
 def text_of(error: BaseException) -> str:
     """As the last line of a traceback has it, and not much longer."""
-    text = str(error)
+    try:
+        text = sendable(str(error))
+    except Exception:  # of a __str__ of the user's: the others wait for some text
+        text = ""
     text = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return text if len(text) <= _LONGEST else text[:_LONGEST] + " …"
 
@@ -59,6 +66,10 @@ class Told:
         """The other ranks raise this error. After the first one it does nothing."""
         self._handle.fail(text_of(error))
 
+    def end(self) -> None:
+        """The process ends here: returns when the others have heard of it."""
+        self._handle.close(False)
+
     def waits(self) -> bool:
         """Whether this rank waits for others."""
         return self._handle.waited_for_ranks() > 0
@@ -66,6 +77,7 @@ class Told:
 
 _open: weakref.WeakSet[Told] = weakref.WeakSet()
 _installed = False
+_child: int | None = None
 _exiting = False
 
 
@@ -120,10 +132,29 @@ def _interrupt() -> None:
 
 def watch(handle: Handle) -> Told:
     """From now on the other ranks hear of what ends this one, while the result is kept."""
+    global _child
     _install()
+    if multiprocessing.parent_process() is not None and _child != os.getpid():
+        _child = os.getpid()  # a fork has forgotten what its parent has registered
+        multiprocessing.util.Finalize(None, _child_ends, (id(sys.exc_info()[1]),), exitpriority=0)
     told = Told(handle)
     _open.add(told)
     return told
+
+
+def _child_ends(before: int) -> None:
+    """multiprocessing calls it while what the child's function has raised is on its way out; torch's
+    spawn writes that to a file, and exits. `before`: the id of what was handled when it was
+    registered, in which the child may have been forked."""
+    error = sys.exc_info()[1]
+    if id(error) == before:
+        return
+    if isinstance(error, SystemExit) and is_failure(error) and error.__context__ is not None:
+        error = error.__context__
+    if error is not None and is_failure(error):
+        for told in list(_open):
+            told.fail(error)
+            told.end()  # a forked child runs nothing else
 
 
 def _tell(error: BaseException | None, thread: int | None = None) -> None:

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import math
 import os
 import threading
 import types
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -24,17 +25,20 @@ from pagoda.attachment import Attachment
 from pagoda.birth import birth_scope
 from pagoda.copies import copy_pages
 from pagoda.endings import Ending, is_failure, listen_for_interrupts, text_of, watch
-from pagoda.errors import EngineError, UserError, translated
-from pagoda.export import save
-from pagoda.keywords import (KINDS, as_json, no_such_optimizer, require_attach_keywords,
+from pagoda.errors import EngineError, UserError, sendable, translated
+from pagoda.export import save, shard_bytes
+from pagoda.keywords import (as_json, kind_of, no_such_constant, require_attach_keywords,
                              require_engine_keywords)
-from pagoda.library import Handle, make_engine
+from pagoda.library import Handle, config_keys, make_engine
+from pagoda.groups import require_disjoint
 from pagoda.optimizer import Optimizer, constants_of, group_defaults, number
 from pagoda.pin import Pin
+from pagoda.profiling import profile_without_pointers, require_no_pointer_profiler
 from pagoda.regions import watch_regions
 from pagoda.sharing import guard_sharing
 from pagoda.stats import Stats
 from pagoda.untrained import UntrainedWatch
+from pagoda.warning import warn
 
 
 class StepReport(NamedTuple):
@@ -45,7 +49,7 @@ class StepReport(NamedTuple):
     skipped: bool
     """Gradients were not finite: only the loss scale changed."""
     norm: float | None
-    """Of all gradients before clipping; None where nothing needed it."""
+    """Of all gradients before clipping; None where nothing needed it (clip=inf always does)."""
     loss_scale: float
     """Of the next step."""
 
@@ -55,7 +59,7 @@ class Engine:
 
     Keywords are the fields of `Config` (`pagoda.config_keys()` lists them, docs/config.md explains
     them): `device_budget="6GiB"`, `host_budget`, `nvme=["/mnt/nvme0"]`, `zero=3`, … Sizes are
-    numbers or texts. `device` is CUDA where there is one, else the CPU.
+    numbers or strings. `device` is CUDA where there is one, else the CPU.
 
     The ranks are those of `group`, by default of torch.distributed's default group or, where that
     has not been initialized, of torchrun's environment. The engine makes groups of its own beside
@@ -81,6 +85,7 @@ class Engine:
     def __init__(self, *positional: Any, group: distributed.ProcessGroup | None = None,
                  gradient_group: distributed.ProcessGroup | None = None, **config: Any) -> None:
         require_engine_keywords(positional, config)
+        require_no_pointer_profiler()
         if group is None and distributed.is_available() and distributed.is_initialized():
             group = distributed.group.WORLD
         text = as_json(config)
@@ -100,18 +105,21 @@ class Engine:
         self._untrained: UntrainedWatch | None = None
         # Micro-batches of the attached model's first step; None: it is made, or its length is meant.
         self._first_step: int | None = None
+        self._told_no_gradient = False
         with translated():
             self._device = torch.device(self._handle.device())
             self._several = self._handle.world_size() > 1
+        self._budget = int(self.stats()["tiers"]["device"]["budget"])  # for repr(), in a fork as well
         copy_pages()
         watch_regions()
         guard_sharing()
+        profile_without_pointers(self)
         config = self.config
         self._clip = float(config["clip"])  # where attach() says nothing of it
         self._accumulation = int(config["accumulation"])
 
     def close(self) -> None:
-        """Ends the engine: its threads, files and memory go.
+        """Ends the engine: stops its threads and frees its files and memory.
 
         Parameters that were not released become plain tensors, as release() makes them, if they fit
         into memory. If not, a RuntimeWarning names them, and they throw when they are used; so do
@@ -144,6 +152,14 @@ class Engine:
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UserError("an engine cannot be copied or pickled: it belongs to this process")
 
+    def __repr__(self) -> str:
+        if not self._end.alive:
+            return "Engine(closed)"
+        attachment = self._attachment
+        model = "no model attached" if attachment is None else f"{len(attachment.kept)} parameters"
+        return (f"Engine(device='{self._device}', device_budget={self._budget / 2**30:.2f} GiB, "
+                f"rank {self.rank} of {self.world_size}, {model})")
+
     # What there is.
 
     @property
@@ -166,6 +182,8 @@ class Engine:
         """Every keyword with its value."""
         with translated():
             values: dict[str, Any] = json.loads(self._handle.config())
+        if values["clip"] == "inf":  # JSON has no such number
+            values["clip"] = math.inf
         return values
 
     @property
@@ -190,8 +208,8 @@ class Engine:
     # Models.
 
     def build(self) -> AbstractContextManager[None]:
-        """Around code that makes a model, or loads one: its parameters are pages from their birth,
-        so that it may be larger than any memory.
+        """Around code that makes a model, or loads one: parameters are created as pages, so that it may
+        be larger than any memory.
 
         >>> import torch, pagoda
         >>> engine = pagoda.Engine(device="cpu", device_budget="128KiB")
@@ -205,7 +223,7 @@ class Engine:
 
         def adopt(parameter: torch.Tensor, name: str) -> None:
             with translated():
-                handle.adopt(parameter, name)
+                handle.adopt(parameter, sendable(name))
 
         return birth_scope(handle, adopt, self._device)
 
@@ -222,44 +240,33 @@ class Engine:
         `optimizer` is "adamw" (with torch.optim.AdamW's defaults), "adam", "sgd" or "lion".
         `groups` are those of torch.optim: dicts with "params" and what differs from the keywords,
         "optimizer" included; parameters in none of them are not trained. `clip` is the largest norm
-        of all gradients together.
+        of all gradients together; `clip=math.inf` computes the norm at every step and never clips.
         """
         with translated():
             self._handle.config()  # it has not been closed
-        require_attach_keywords(positional, unknown)
         if self._model is not None:
             raise UserError("a model is attached already: release() it first")
-        check_model(module_of(model))
         said = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
                 "momentum": momentum, "dampening": dampening, "nesterov": nesterov}
-        named = dict(model.named_parameters())
-        buffers = dict(model.named_buffers())
-        if groups is None:
-            if not any(p.requires_grad for p in named.values()):
-                raise UserError("there is nothing to train: " + (
-                    f"none of the model's {len(named)} parameters requires a gradient; call "
-                    "requires_grad_(True) on those to train" if named else
-                    "the model has no parameters"))
-            groups = [{"params": list(named.values())}]
-        resolved = self._groups(groups, optimizer, said)
-        number_of = {id(parameter): number for number, group in enumerate(resolved)
-                     for parameter in group["params"]}
-        known = {id(parameter) for parameter in named.values()}
-        if any(key not in known for key in number_of):
-            raise UserError("a group holds a tensor that is no parameter of the model")
-        if len(number_of) != sum(len(group["params"]) for group in resolved):
-            raise UserError("a parameter is in two groups, or twice in one")
-        facade = Optimizer(self, self._handle, resolved)
-        largest = self._clip if clip is None else number("clip", clip)
+        with self._refusing(lambda why: self._handle.attach([], [], [], [], [], [], [], 0, why),
+                            "attach"):
+            require_attach_keywords(positional, unknown)
+            check_model(module_of(model, "attach()"))
+            named = dict(model.named_parameters())
+            buffers = dict(model.named_buffers())
+            resolved = self._groups(named, groups, optimizer, said)
+            number_of = {id(parameter): number for number, group in enumerate(resolved)
+                         for parameter in group["params"]}
+            facade = Optimizer(self, self._handle, resolved)
+            constants = [constants_of(group) for group in facade.param_groups]
+            largest = self._clip if clip is None else number("clip", clip)
         with translated():
-            self._handle.set_clip(largest)
             try:
                 self._handle.attach(
-                    list(named), list(named.values()),
+                    [sendable(name) for name in named], list(named.values()),
                     [number_of.get(id(parameter), -1) for parameter in named.values()],
-                    [group["optimizer"] for group in facade.param_groups],
-                    [constants_of(group) for group in facade.param_groups],
-                    list(buffers), list(buffers.values()))
+                    [group["optimizer"] for group in facade.param_groups], constants,
+                    [sendable(name) for name in buffers], list(buffers.values()), largest, "")
             except RuntimeError:
                 with suppress(RuntimeError):  # the engine has failed
                     self._handle.set_clip(self._clip)
@@ -272,24 +279,45 @@ class Engine:
         self._first_step = 0
         return facade
 
-    def _groups(self, groups: Iterable[dict[str, Any]], optimizer: str,
+    @contextmanager
+    def _refusing(self, refuse: Callable[[str], None], call: str) -> Iterator[None]:
+        """Around what a collective call makes of its arguments: what is wrong with those of this rank
+        is raised on all, which `refuse` tells in the call itself."""
+        try:
+            yield
+        except Exception as error:
+            if self._several:
+                with suppress(UserError), translated():
+                    refuse(f"{call}(): {text_of(error)}")
+            raise
+
+    def _groups(self, named: dict[str, torch.nn.Parameter],
+                groups: Iterable[dict[str, Any]] | None, optimizer: str,
                 said: dict[str, Any]) -> list[dict[str, Any]]:
+        """What is trained, and how, with every constant."""
+        if groups is None:
+            if not any(p.requires_grad for p in named.values()):
+                raise UserError("there is nothing to train: " + (
+                    f"none of the model's {len(named)} parameters requires a gradient; call "
+                    "requires_grad_(True) on those to train" if named else
+                    "the model has no parameters"))
+            groups = [{"params": list(named.values())}]
         listed = [groups] if isinstance(groups, dict) else groups
         if isinstance(listed, (str, torch.Tensor)) or not isinstance(listed, Iterable):
-            raise UserError(f"groups are dicts with 'params', as torch.optim takes them, and not "
+            raise UserError(f"groups must be a list of dicts with 'params', as torch.optim takes them, got "
                             f"{described(groups)}")
         resolved = [self._resolve(group, optimizer, said) for group in listed]
         if not resolved:
             raise UserError("there is nothing to train: groups is empty")
+        require_disjoint(resolved, named)
         return resolved
 
     @staticmethod
     def _resolve(group: dict[str, Any], optimizer: str, said: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(group, dict):
-            raise UserError(f"a group is a dict with 'params', and not {described(group)}")
-        kind = group.get("optimizer", optimizer)
-        if kind not in KINDS:
-            raise no_such_optimizer(kind)
+            raise UserError(f"a group must be a dict with 'params', got {described(group)}")
+        optimizer = kind_of(optimizer)
+        kind = kind_of(group.get("optimizer", optimizer))
         defaults = group_defaults(kind)
         out = {"optimizer": kind, **defaults}
         given = {name: value for name, value in said.items() if value is not None}
@@ -297,16 +325,16 @@ class Engine:
             # What the keywords say is for the groups whose optimizer has such a thing.
             if name not in defaults and name not in ("params", "optimizer", "name") and (
                     name in group or kind == optimizer):
-                raise UserError(f"optimizer '{kind}' has no '{name}': it has {', '.join(defaults)}")
+                raise no_such_constant(kind, name, defaults)
             if name in defaults or name in ("params", "name"):
                 out[name] = value
         params = out.get("params", [])
         if not isinstance(params, Iterable):
-            raise UserError(f"the params of a group are tensors, and not {described(params)}")
+            raise UserError(f"the 'params' of a group must be tensors, got {described(params)}")
         listed = [params] if isinstance(params, torch.Tensor) else list(params)
         # torch.optim takes named_parameters(), too.
-        out["params"] = [tensor_of(item[1] if isinstance(item, tuple) and len(item) == 2 else item)
-                         for item in listed]
+        out["params"] = [tensor_of(item[1] if isinstance(item, tuple) and len(item) == 2 else item,
+                                   "a group", "tensors as 'params'") for item in listed]
         if not out["params"]:
             raise UserError("there is nothing to train in a group: its 'params' are empty")
         return out
@@ -314,35 +342,34 @@ class Engine:
     def release(self, model: torch.nn.Module | None = None) -> None:
         """Parameters become plain tensors again, up to date, if they fit into memory."""
         self._require_open()
-        model = self._model if model is None else module_of(model)
-        if model is None:
-            raise UserError("no model is attached")
-        tensors: list[torch.Tensor] = list(model.parameters())
-        if model is self._model and self._attachment is not None:
-            tensors += self._attachment.kept  # also what the model has replaced since
+        with self._refusing(lambda why: self._handle.release([], why), "release"):
+            model = self._model if model is None else module_of(model, "release()")
+            if model is None:
+                raise UserError("no model is attached")
+            tensors: list[torch.Tensor] = list(model.parameters())
+            if model is self._model and self._attachment is not None:
+                tensors += self._attachment.kept  # also what the model has replaced since
         with translated():
-            self._handle.release(list({id(tensor): tensor for tensor in tensors}.values()))
+            self._handle.release(list({id(tensor): tensor for tensor in tensors}.values()), "")
         self._forget_model()
 
     def save_pretrained(self, directory: str | Path, model: torch.nn.Module | None = None, *,
-                        max_shard_bytes: int = 5_000_000_000) -> None:
-        """Writes the model (the attached one) as a Hugging Face directory: safetensors files and
-        its configuration; of a peft model, its adapters. One page is in memory at a time, and files
-        of before are replaced when all new ones are there. Rank 0 writes; if it cannot, all ranks
-        raise, and may go on.
+                        max_shard_size: int | str = "5GB", max_shard_bytes: int | None = None) -> None:
+        """Writes the model (the attached one) as a Hugging Face directory: safetensors files of at most
+        `max_shard_size` and its configuration; of a peft model, its adapters. One page is in memory
+        at a time, and previous files are replaced when all new ones are complete. Rank 0 writes; if
+        it cannot, all ranks raise, and may go on.
         """
         with self._together("save_pretrained", "the directory of save_pretrained()", directory):
             # What is wrong with the arguments of one rank is an error on all.
-            chosen = self._model if model is None else module_of(model)
+            chosen = self._model if model is None else module_of(model, "save_pretrained()")
             if chosen is None:
-                raise UserError("no model is attached: name the one to save")
+                raise UserError("no model is attached: pass the one to save")
             path = directory_of(directory)
-            if isinstance(max_shard_bytes, bool) or not isinstance(max_shard_bytes, int) or (
-                    max_shard_bytes < 1):
-                raise UserError(f"max_shard_bytes = {max_shard_bytes!r} is not allowed: it takes a "
-                                "whole number of bytes, at least 1")
+            largest = (shard_bytes("max_shard_size", max_shard_size) if max_shard_bytes is None else
+                       shard_bytes("max_shard_bytes", max_shard_bytes))  # its name of before
             if self.rank == 0:
-                self._save(path, chosen, max_shard_bytes)
+                self._save(path, chosen, largest)
             else:
                 self.finish()
         if chosen is self._model:
@@ -365,6 +392,18 @@ class Engine:
         with translated():
             self._handle.end_call("")
 
+    @contextmanager
+    def _working(self, call: str) -> Iterator[None]:
+        """Around what this rank does by itself, under the name `call`: however long a disk takes, the
+        ranks that wait for it do not take it for idle."""
+        with translated():
+            self._handle.begin_work(call)
+        try:
+            yield
+        finally:
+            with suppress(RuntimeError):  # it has been closed
+                self._handle.end_work()
+
     def _save(self, directory: str | Path, model: torch.nn.Module,
               max_shard_bytes: int = 5_000_000_000) -> None:
         """By this rank alone: what others keep is asked of them."""
@@ -373,29 +412,30 @@ class Engine:
 
     # Training.
 
-    def backward(self, loss: torch.Tensor, last: bool | None = None) -> None:
-        """One micro-batch. `last`: no other comes before step(), so that updates may begin; by
-        default the `accumulation`-th since the last step is."""
+    def backward(self, loss: torch.Tensor, last: bool | None = None, *,
+                 retain_graph: bool = False) -> None:
+        """One micro-batch. `last`: no other comes before step(), so that updates may start; by
+        default the `accumulation`-th since the last step is. `retain_graph`: as torch's."""
         self._told.thread = threading.get_ident()
         self.optimizer.send()
         if not isinstance(loss, torch.Tensor):
-            raise UserError(f"backward() takes the loss, a tensor, and not {described(loss)}")
+            raise UserError(f"backward() expects a tensor, got {described(loss)}")
         if loss.numel() != 1:
-            raise UserError(f"the loss has the shape {list(loss.shape)}: backward() takes one number, "
-                            "as mean() or sum() gives it")
+            raise UserError(f"backward() expects a scalar loss, such as mean() or sum() returns, got one of "
+                            f"shape {list(loss.shape)}")
         if not loss.requires_grad:
-            raise UserError("no gradient can come from this loss: it depends on no parameter that "
-                            "requires one, or was computed without autograd (torch.no_grad, detach, "
-                            "inference mode)")
+            raise UserError("the loss does not require a gradient: it depends on no parameter that does, "
+                            "or was computed without autograd (torch.no_grad, detach, inference mode)")
         if last is not None and not isinstance(last, bool):
-            raise UserError(f"backward(last={last!r}): it takes True, False or None")
+            raise UserError(f"backward(last={last!r}) expects True, False or None")
         with translated():
-            self._handle.backward(loss, last)
+            self._handle.backward(loss, last, bool(retain_graph))
+        self._check_gradients()
         if self._first_step is not None:
             self._first_step = None if last else self._first_step + 1
 
     def step(self) -> StepReport:
-        """Fixes what the updates need and returns; they run while the next forward does."""
+        """Starts the optimizer step and returns; updates run during the next forward."""
         facade = self.optimizer
         facade.step()  # through the facade, for schedulers count its calls
         assert facade.report is not None
@@ -410,6 +450,16 @@ class Engine:
             step, skipped, norm, loss_scale = self._handle.step()
         return StepReport(step, skipped, None if norm < 0 else norm, loss_scale)
 
+    def _check_gradients(self) -> None:
+        """A loss that reaches no attached parameter trains nothing: another engine's, or of a model that
+        was copied or replaced after attach()."""
+        if self._told_no_gradient or self.has_gradients():
+            return
+        self._told_no_gradient = True
+        warn("backward() produced no gradient for any attached parameter: the loss does not depend on "
+             "the model of this engine (was it copied or replaced after attach(), or is it another "
+             "engine's?)")
+
     def _check_first_step(self) -> None:
         """A short last accumulation of an epoch is meant; a short first one is a loop that calls step()
         after every backward(), as DeepSpeed's do."""
@@ -418,10 +468,9 @@ class Engine:
             return
         self._first_step = None
         if count < self._accumulation:
-            warnings.warn(
-                f"step() after {count} backward(), and accumulation={self._accumulation}: every call of "
-                f"step() updates the parameters. Call it after {self._accumulation} micro-batches, or "
-                "say backward(loss, last=True) where fewer are meant", stacklevel=2)
+            warn(f"step() was called after {count} backward(), with accumulation={self._accumulation}: "
+                 f"every step() updates the parameters. Call it after {self._accumulation} micro-batches, "
+                 "or pass backward(loss, last=True) if fewer are intended")
 
     def join(self) -> None:
         """This rank has no more data: takes part in the others' steps until all have joined."""
@@ -430,7 +479,7 @@ class Engine:
             self._handle.join()
 
     def finish(self) -> None:
-        """Returns when every update has been made."""
+        """Waits until all pending updates are applied."""
         with translated():
             self._handle.finish()
 
@@ -452,10 +501,11 @@ class Engine:
         """
         self._require_attached()
         with translated():
-            return self._handle.grad(tensor_of(parameter))
+            return self._handle.grad(tensor_of(parameter, "grad()"))
 
     def grad_norm(self) -> float:
-        """The norm of all gradients accumulated so far."""
+        """The norm of all gradients accumulated so far. After the last backward() of a step, read
+        `step().norm` instead, which `clip=math.inf` computes at every step."""
         self._require_attached()
         with translated():
             return self._handle.grad_norm()
@@ -481,7 +531,8 @@ class Engine:
             if engine is None:  # it has given the weights back, or they throw
                 type(self).save_pretrained(self, save_directory, *args, **kwargs)  # type: ignore
                 return
-            engine._save(save_directory, self)
+            with engine._working("save_pretrained"):
+                engine._save(save_directory, self)
 
         # A method, so that a copy of the model has one of the copy.
         vars(model)["save_pretrained"] = types.MethodType(save_pretrained, model)
@@ -505,8 +556,13 @@ class Engine:
         with translated():
             return self._handle.has_gradients()
 
+    @property
+    def is_open(self) -> bool:
+        """Until close()."""
+        return self._end.alive
+
     def _require_open(self) -> None:
-        if not self._end.alive:
+        if not self.is_open:
             raise UserError("the engine has been closed")
 
     def _require_attached(self) -> None:
@@ -550,9 +606,26 @@ class Engine:
         writes to a parameter on a GPU needs `write=True`."""
         if isinstance(what, torch.nn.Module):
             tensors: list[torch.Tensor] = list(what.parameters())
-        elif isinstance(what, torch.Tensor) or not isinstance(what, Iterable):
-            tensors = [tensor_of(what)]
         else:
-            tensors = [tensor_of(item) for item in what]
+            single = isinstance(what, (torch.Tensor, str)) or not isinstance(what, Iterable)
+            tensors = [tensor_of(item, "pin()", "a module, a tensor or an iterable of tensors")
+                       for item in ([what] if single else what)]
         with translated():
             return Pin(self._handle.pin(tensors, write))
+
+
+def _show_keywords() -> None:
+    """help(Engine) and help(Engine.attach) show the keywords that are accepted."""
+    made = inspect.signature(Engine.__init__).parameters
+    keys = [inspect.Parameter(key.name, inspect.Parameter.KEYWORD_ONLY, default=None)
+            for key in config_keys()]
+    cls: Any = Engine
+    cls.__signature__ = inspect.Signature([*keys, made["group"], made["gradient_group"]])
+    attach: Any = Engine.attach
+    signature = inspect.signature(attach)
+    attach.__signature__ = signature.replace(parameters=[
+        parameter for name, parameter in signature.parameters.items()
+        if name not in ("positional", "unknown")])
+
+
+_show_keywords()

@@ -16,7 +16,7 @@ class Error(RuntimeError):
 
 
 class UserError(Error, ValueError):
-    """Something was asked for that cannot be; the message says what to change.
+    """Invalid argument or unsupported use; the message says what to change.
 
     >>> import pagoda
     >>> pagoda.Engine(device_bugdet="6GiB")
@@ -38,6 +38,16 @@ def from_runtime_error(error: RuntimeError) -> RuntimeError:
         return error
     message = _TORCH_TRAIL.sub("", text[found.end():])
     return (UserError if found.group(1) == "UserError" else EngineError)(message)
+
+
+def sendable(text: str) -> str:
+    """A text that the library takes, which is UTF-8. Names of files need not be: Python has a lone
+    surrogate in place of a byte that it could not read.
+
+    >>> sendable("a\\udcff")
+    'a\\\\udcff'
+    """
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 @contextmanager

@@ -108,7 +108,7 @@ def _shards(state: dict[str, torch.Tensor], convert: Convert,
         entries = []
         for name, part in convert(source, _on_meta(tensor)).items():
             if part.dtype not in _DTYPES:
-                raise UserError(f"'{name}' is {part.dtype}, which safetensors cannot hold")
+                raise UserError(f"'{name}' is {part.dtype}, which safetensors does not support")
             entries.append(Entry(name, source, _DTYPES[part.dtype], list(part.shape),
                                  part.numel() * part.element_size()))
         size = sum(entry.size for entry in entries)
@@ -160,11 +160,26 @@ def _write_shard(path: Path, shard: list[Entry], state: dict[str, torch.Tensor],
         os.fsync(file.fileno())
 
 
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?)(i?)B", re.IGNORECASE)
+
+
+def shard_bytes(name: str, size: object) -> int:
+    """The largest file, as Hugging Face's max_shard_size says it: "5GB", "200MiB" or bytes."""
+    if isinstance(size, str) and (found := _SIZE.fullmatch(size.strip())):
+        unit = (1024 if found[3] else 1000) ** " KMGT".index(found[2].upper() or " ")
+        size = int(float(found[1]) * unit)
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise UserError(f"{name} = {size!r} is not allowed: expected a size such as '5GB', or an integer "
+                        "number of bytes ≥ 1")
+    return size
+
+
 def _require_space(directory: Path, needed: int) -> None:
     """Before the first byte is written. Files of before are replaced at the end: both need space."""
     free = shutil.disk_usage(directory).free
     if needed > free:
-        raise UserError(f"the weights need {needed:,} bytes in '{directory}', where {free:,} are free")
+        raise UserError(f"the weights need {needed:,} bytes in '{directory}', where {free:,} are free: free "
+                        "some space, or name another directory")
 
 
 def _write_weights(model: torch.nn.Module, directory: Path, largest: int) -> None:
@@ -187,8 +202,8 @@ def _write_weights(model: torch.nn.Module, directory: Path, largest: int) -> Non
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise UserError(
                     f"the weights need {needed:,} bytes in '{directory}', where "
-                    f"{shutil.disk_usage(directory).free:,} are free ({error.strerror}): files that "
-                    "were there before are as they were") from error
+                    f"{shutil.disk_usage(directory).free:,} are free ({error.strerror}): the "
+                    "previous files are unchanged") from error
             raise
     for old in directory.iterdir():
         if _SHARD.fullmatch(old.name):
@@ -228,7 +243,7 @@ def save(model: torch.nn.Module, directory: Path, largest: int) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"the directory '{directory}' cannot be made: {error.strerror}") from error
+        raise UserError(f"the directory '{directory}' cannot be created: {error.strerror}") from error
     if hasattr(model, "peft_config") and hasattr(model, "save_pretrained"):
         if _has_adapters(model):
             _write_adapters(model, directory)

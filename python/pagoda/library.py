@@ -14,11 +14,12 @@ from pagoda.errors import translated
 
 
 def _candidates() -> list[Path]:
-    """An installed wheel's own library; a build tree's where the package runs from its sources."""
+    """An installed wheel's own library; a build tree's where the package runs from its sources. Where
+    PAGODA_BUILD names a build, no other one."""
     here = Path(__file__).resolve().parent
     places = [here / "lib", here.parents[1] / "build" / "lib"]
     if named := os.environ.get("PAGODA_BUILD"):
-        places.insert(0, Path(named) / "lib")
+        places = [Path(named) / "lib"]
     return [place / "libpagoda.so" for place in places]
 
 
@@ -28,8 +29,10 @@ def _load() -> None:
             torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
             return
     tried = ", ".join(str(path) for path in _candidates())
-    raise ImportError(f"libpagoda.so is in none of its places ({tried}): build it, or set "
-                      "PAGODA_BUILD to the folder of a build")
+    raise ImportError(f"libpagoda.so was not found ({tried}): " + (
+        "PAGODA_BUILD names a directory without a build; build it there, or unset PAGODA_BUILD"
+        if os.environ.get("PAGODA_BUILD") else
+        "build it, or set PAGODA_BUILD to the directory of a build"))
 
 
 _load()
@@ -67,15 +70,17 @@ class Handle(Protocol):
     def adopt(self, tensor: torch.Tensor, name: str) -> None: ...
     def attach(self, names: list[str], tensors: list[torch.Tensor], group_of: list[int],
                kinds: list[str], constants: list[dict[str, float]], buffer_names: list[str],
-               buffers: list[torch.Tensor]) -> None: ...
-    def release(self, parameters: list[torch.Tensor]) -> None: ...
-    def backward(self, loss: torch.Tensor, last: bool | None) -> None: ...
+               buffers: list[torch.Tensor], clip: float, refusal: str) -> None: ...
+    def release(self, parameters: list[torch.Tensor], refusal: str) -> None: ...
+    def backward(self, loss: torch.Tensor, last: bool | None, retain_graph: bool) -> None: ...
     def step(self) -> tuple[int, bool, float, float]: ...
     def join(self) -> None: ...
     def finish(self) -> None: ...
     def barrier(self) -> None: ...
     def begin_call(self, label: str, name: str, argument: str) -> None: ...
     def end_call(self, error: str) -> None: ...
+    def begin_work(self, label: str) -> None: ...
+    def end_work(self) -> None: ...
     def fail(self, why: str) -> None: ...
     def waited_for_ranks(self) -> float: ...
     def zero_grad(self) -> None: ...
@@ -116,8 +121,8 @@ def config_keys() -> list[ConfigKey]:
     """What `Engine` takes.
 
     >>> import pagoda
-    >>> next(key.meaning for key in pagoda.config_keys() if key.name == "clip")
-    'Largest norm of all gradients together; 0: no clipping'
+    >>> next(key.meaning for key in pagoda.config_keys() if key.name == "accumulation")
+    'Micro-batches in a step'
     """
     texts = cast("list[str]", torch.ops.pagoda.config_keys())
     return [ConfigKey(*texts[i:i + 4]) for i in range(0, len(texts), 4)]

@@ -104,16 +104,15 @@ def chunked_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, labels: to
     """
     if (weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]
             or labels.shape != hidden.shape[:-1]):
-        raise UserError("hidden (…, features), weight (vocabulary, features) and labels (…) do not "
-                        f"go together: {list(hidden.shape)}, {list(weight.shape)} and "
-                        f"{list(labels.shape)}")
+        raise UserError("expected hidden (…, features), weight (vocabulary, features) and labels (…), got "
+                        f"shapes {list(hidden.shape)}, {list(weight.shape)} and {list(labels.shape)}")
     device = hidden.device.type
     if torch.is_autocast_enabled(device):  # as it would be for the product itself
         hidden = hidden.to(torch.get_autocast_dtype(device))
     elif hidden.dtype != weight.dtype:
-        raise UserError(f"hidden is {hidden.dtype} and weight {weight.dtype}: make them alike")
+        raise UserError(f"hidden is {hidden.dtype} and weight is {weight.dtype}: convert one of them")
     if chunk is not None and chunk < 1:
-        raise UserError(f"chunk = {chunk} is not allowed: it takes a number from 1")
+        raise UserError(f"chunk = {chunk} is not allowed: expected an integer ≥ 1")
     flat = labels.reshape(-1)
     if chunk is None:
         chunk = max(1, _ELEMENTS // max(1, flat.numel()))

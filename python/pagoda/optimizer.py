@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 import torch
 
-from pagoda.errors import UserError, translated
+from pagoda.errors import UserError, sendable, translated
+from pagoda.grad_scaler import refused
 from pagoda.keywords import KINDS, no_such_optimizer
 from pagoda.library import Handle, optimizer_constants
 
@@ -26,9 +27,9 @@ if TYPE_CHECKING:
 # 110 MiB at the first attach() of a process that compiles nothing.
 _add_param_group: Callable[..., None] = inspect.unwrap(torch.optim.Optimizer.add_param_group)
 
-_NO_CHECKPOINTS = ("moments and fp32 masters are in the engine's pages, and there are no checkpoints of "
-                   "them yet: engine.save_pretrained(directory) saves the weights, and a training "
-                   "that starts from them starts with new moments")
+NO_CHECKPOINTS = ("checkpoints of the engine's optimizer (moments and fp32 masters) are not supported "
+                  "yet. engine.save_pretrained(directory) saves the weights; training restarted from "
+                  "them begins with fresh moments")
 
 
 @functools.cache
@@ -53,7 +54,7 @@ def number(name: str, value: Any) -> float:
             raise TypeError
         return float(value)
     except (TypeError, ValueError, RuntimeError):
-        raise UserError(f"{name} = {value!r} is not allowed: it takes a number") from None
+        raise UserError(f"{name} = {value!r} is not allowed: expected a number") from None
 
 
 def constants_of(group: dict[str, Any]) -> dict[str, float]:
@@ -64,7 +65,7 @@ def constants_of(group: dict[str, Any]) -> dict[str, float]:
     out: dict[str, float] = {}
     for name in group_defaults(kind):
         if name not in group:
-            raise UserError(f"a group of optimizer '{kind}' has lost its '{name}'")
+            raise UserError(f"a parameter group of optimizer '{kind}' no longer has '{name}'")
         value = group[name]
         if name != "betas":
             out[name] = number(name, value)
@@ -72,7 +73,7 @@ def constants_of(group: dict[str, Any]) -> dict[str, float]:
         try:
             first, second = value
         except (TypeError, ValueError):
-            raise UserError(f"betas = {value!r} is not allowed: it takes two numbers") from None
+            raise UserError(f"betas = {value!r} is not allowed: expected two numbers") from None
         out["beta1"], out["beta2"] = number("beta1", first), number("beta2", second)
     return out
 
@@ -85,7 +86,7 @@ class _EngineState(defaultdict[torch.Tensor, Any]):
         return True
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise UserError(f"optimizer.state cannot be read or changed: {_NO_CHECKPOINTS}")
+        raise UserError(f"optimizer.state cannot be read or changed: {NO_CHECKPOINTS}")
 
     __missing__ = __setitem__ = __delitem__ = _refuse
     clear = pop = popitem = setdefault = update = _refuse
@@ -177,7 +178,7 @@ class Optimizer(torch.optim.Optimizer):
             if optimizer is None or optimizer._retired or optimizer._engine() is None:
                 return
             with translated():
-                optimizer._handle.require_changeable(what)
+                optimizer._handle.require_changeable(sendable(what))
 
         self.param_groups = [_Group(group, require_changeable) for group in self.param_groups]
 
@@ -202,8 +203,8 @@ class Optimizer(torch.optim.Optimizer):
             raise UserError(self._retired)
         engine = self._engine()
         if engine is None:
-            raise UserError("the engine of this optimizer is gone: keep a reference to it for as long "
-                            "as you train")
+            raise UserError("the engine of this optimizer no longer exists: keep a reference to it for "
+                            "as long as you train")
         return engine
 
     def _check_groups(self) -> list[dict[str, float]]:
@@ -214,7 +215,7 @@ class Optimizer(torch.optim.Optimizer):
             for group, known in zip(self.param_groups, self._params, strict=True))
         if not same:
             raise UserError("groups and their parameters cannot change after attach(): release() the "
-                            "model and attach() it again with the groups it shall have")
+                            "model and attach() it again with the new groups")
         for group, kind in zip(self.param_groups, self._kinds, strict=True):
             if group.get("optimizer") != kind:
                 raise UserError(f"the optimizer of a group is '{kind}' and cannot change after "
@@ -231,7 +232,7 @@ class Optimizer(torch.optim.Optimizer):
                     self._handle.require_changeable("a change of the optimizer's constants")
             except UserError as error:
                 self._restore(number)  # step() completes the step when it is called again
-                raise UserError(f"{error}. The group has its values of before again") from None
+                raise UserError(f"{error}. The group keeps its previous values") from None
             with translated():
                 self._handle.set_optimizer(number, self._kinds[number], now)
             self._sent[number] = now
@@ -240,7 +241,7 @@ class Optimizer(torch.optim.Optimizer):
         """An error: the engine has made room for the states of what was attached."""
         if self._fixed:
             raise UserError("groups cannot be added after attach(): release() the model and attach() "
-                            "it again with the groups it shall have")
+                            "it again with the new groups")
         _add_param_group(self, param_group)
 
     @overload
@@ -252,12 +253,11 @@ class Optimizer(torch.optim.Optimizer):
         engine = self._require_attached()
         if vars(self).pop("found_inf", None) is not None:  # left by a GradScaler
             vars(self).pop("grad_scale", None)
-            raise UserError("a GradScaler scales the loss outside of the engine: make the engine with "
-                            "loss_scale='dynamic' and call engine.backward(loss) instead")
+            raise refused("GradScaler.step()")
         loss = None
         if closure is not None:
             if not callable(closure):
-                raise UserError(f"step({closure!r}): it takes a function that returns the loss")
+                raise UserError(f"step({closure!r}) expects a function that returns the loss")
             with torch.enable_grad():
                 loss = closure()
         self.report = engine._take_step()
@@ -281,29 +281,33 @@ class Optimizer(torch.optim.Optimizer):
             with translated():
                 self._handle.set_loss_is_scaled(False)
 
-    def _require_no_state(self, call: str) -> None:
+    def require_no_state(self, call: str) -> None:
+        """UserError where `call` would lose the state that there is."""
         self._require_attached()
         with translated():
             steps = self._handle.stats()["steps"] - self._steps_before
         if steps > 0:
-            raise UserError(f"{call} after {steps} step{'s' * (steps > 1)}: {_NO_CHECKPOINTS}")
+            raise UserError(f"{call} after {steps} step{'s' * (steps > 1)}: {NO_CHECKPOINTS}")
 
     def state_dict(self) -> dict[str, Any]:
         """The groups, as long as there is no state: an error after the first step."""
-        self._require_no_state("optimizer.state_dict()")
+        self.require_no_state("optimizer.state_dict()")
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes the groups' constants over, before the first step. A state with moments is an error."""
-        self._require_no_state("optimizer.load_state_dict()")
+        self.require_no_state("optimizer.load_state_dict()")
         if not isinstance(state_dict, dict) or "param_groups" not in state_dict:
-            raise UserError("load_state_dict() takes what state_dict() returns")
+            raise UserError("load_state_dict() expects what state_dict() returns")
         if state_dict.get("state"):
-            raise UserError(f"load_state_dict() of a state with moments: {_NO_CHECKPOINTS}")
+            raise UserError(f"load_state_dict() of a state with moments: {NO_CHECKPOINTS}")
         kinds = [group.get("optimizer") for group in state_dict["param_groups"]]
         if kinds != self._kinds:
-            raise UserError(f"load_state_dict(): the state is of the optimizers {kinds}, and attached "
-                            f"are {self._kinds}")
+            if None in kinds:
+                raise UserError("load_state_dict(): this state_dict is from a torch.optim optimizer; only "
+                                "one from engine.optimizer can be loaded")
+            raise UserError(f"load_state_dict(): this state_dict is of the optimizers {kinds}, and "
+                            f"{self._kinds} are attached")
         before = self.param_groups
         try:
             super().load_state_dict({**state_dict, "state": {}})
@@ -318,5 +322,5 @@ class Optimizer(torch.optim.Optimizer):
             self.state = _EngineState()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise UserError(f"an engine's optimizer cannot be copied or pickled: {_NO_CHECKPOINTS}")
+        raise UserError(f"an engine's optimizer cannot be copied or pickled: {NO_CHECKPOINTS}")
 

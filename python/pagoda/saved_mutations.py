@@ -20,8 +20,8 @@ def guard_saved_mutations(any_attached: Callable[[], bool]) -> None:
     def guarded() -> Any:
         if any_attached():
             raise UserError("allow_mutation_on_saved_tensors() is not supported while a model is "
-                            "attached: it knows saved tensors by addresses, which parameters do "
-                            "not keep. Write to parameters after backward()")
+                            "attached: it identifies saved tensors by address, and parameters "
+                            "move. Write to parameters after backward()")
         return theirs()
 
     torch.autograd.graph.allow_mutation_on_saved_tensors = guarded

@@ -48,8 +48,8 @@ def _by_group(key: str, value: Any) -> Callable[[int], float]:
         if not isinstance(value, (list, tuple)):
             return float(value)
         if number >= len(value):
-            raise UserError(f"scheduler.params.{key} has {len(value)} values, which is fewer than "
-                            "there are groups")
+            raise UserError(f"scheduler.params.{key} has {len(value)} values, fewer than there "
+                            "are parameter groups")
         return float(value[number])
 
     return of
@@ -66,9 +66,9 @@ def _warmth(calls: int, steps: int, kind: str) -> float:
 def _warmup_steps(p: dict[str, Any]) -> tuple[int, str]:
     steps, kind = p.pop("warmup_num_steps", 1000), p.pop("warmup_type", "log")
     if kind not in ("log", "linear"):
-        raise UserError(f"scheduler.params.warmup_type is '{kind}': it takes log or linear")
+        raise UserError(f"scheduler.params.warmup_type is '{kind}': expected log or linear")
     if not isinstance(steps, int) or steps <= 0:
-        raise UserError(f"scheduler.params.warmup_num_steps is {steps}: it takes a number above 0")
+        raise UserError(f"scheduler.params.warmup_num_steps is {steps}: expected an integer > 0")
     return steps, kind
 
 
@@ -199,14 +199,14 @@ def _check_params(params: dict[str, Any]) -> None:
             continue
         if key in _FLAGS:
             if not isinstance(value, bool):
-                raise UserError(f"scheduler.params.{key} is {value!r}: it is true or false")
+                raise UserError(f"scheduler.params.{key} is {value!r}: expected true or false")
             continue
         for number in value if isinstance(value, (list, tuple)) else [value]:
             if isinstance(number, bool) or not isinstance(number, (int, float)) or (
                     not math.isfinite(number)):
-                raise UserError(f"scheduler.params.{key} is {value!r}: it takes a number")
+                raise UserError(f"scheduler.params.{key} is {value!r}: expected a number")
             if key in _ABOVE_ZERO and number <= 0:
-                raise UserError(f"scheduler.params.{key} is {value}: it takes a number above 0")
+                raise UserError(f"scheduler.params.{key} is {value}: expected a number > 0")
 
 
 def make_schedule(optimizer: torch.optim.Optimizer, kind: str | None,
@@ -215,7 +215,8 @@ def make_schedule(optimizer: torch.optim.Optimizer, kind: str | None,
     if kind is None:
         return None
     if kind not in _KINDS and kind != "OneCycle":
-        raise UserError(f"scheduler.type '{kind}' is none of {', '.join(_KINDS)}, OneCycle")
+        raise UserError(f"scheduler.type '{kind}' is not supported; use one of {', '.join(_KINDS)}, "
+                        "OneCycle")
     _check_params(params)
     left = dict(params)
     left.pop("last_batch_iteration", None)

@@ -36,8 +36,8 @@ def _guard(name: str) -> None:
     def checked(self: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
         page = page_at(self._cdata)
         if page is not None:
-            raise UserError(f"parameter '{page}' cannot be shared with another process: its memory is "
-                            "the engine's. Keep the model out of what is sent (a dataset, a process's "
+            raise UserError(f"parameter '{page}' cannot be shared with another process: the engine owns "
+                            "its memory. Keep the model out of what is sent (a dataset, a process's "
                             "arguments), send a copy (copy.deepcopy), or release() the model first")
         return plain(self, *args, **kwargs)
 

@@ -40,8 +40,8 @@ class PagodaCallback(TrainerCallback):
         if state.global_step > 0:
             raise UserError(
                 f"resume_from_checkpoint: the checkpoint of step {state.global_step} has no state of "
-                "the engine's optimizer, and there are no checkpoints of it yet: load its weights with "
-                "from_pretrained() and train from there, with new moments and a new schedule")
+                "the engine's optimizer, whose checkpoints are not supported yet: load its weights with "
+                "from_pretrained() and train from there, with fresh moments and a new schedule")
         _save_weights_only(args)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl,
@@ -57,7 +57,7 @@ def _save_weights_only(args: TrainingArguments) -> None:
     args.save_only_model = True
     if str(getattr(args.save_strategy, "value", args.save_strategy)) != "no":
         _log.warning("save_only_model is set to True: checkpoints hold the weights, and training cannot "
-                     "be resumed from them, for the optimizer's state is the engine's")
+                     "be resumed from them, because they do not hold the optimizer's state")
 
 
 def _optimizer_of(accelerator: Accelerator) -> Optimizer | None:
@@ -152,17 +152,17 @@ def arguments(engine: Engine, model: torch.nn.Module, args: TrainingArguments, *
         trainer.train()
 
     Learning rate, decay, betas and `optim` are taken from `args`; `max_grad_norm` becomes the
-    engine's clip, and Trainer logs the norm as ever. `save_model` writes page by page. Optimizer
+    engine's clip, and Trainer logs the norm as usual. `save_model` writes page by page. Optimizer
     state is not part of Trainer's checkpoints: `save_only_model` is set, and resuming from one is an
-    error. Under torchrun the engine shares the work out: the model is not wrapped. Callbacks of your
-    own are given here, for Trainer takes the keyword once: `callbacks=[…]`.
+    error. Under torchrun the engine shards the model over the ranks: it is not wrapped. Callbacks of
+    your own are given here, for Trainer takes the keyword once: `callbacks=[…]`.
     """
     for given, wanted in ((engine, Engine), (model, torch.nn.Module), (args, TrainingArguments)):
         if not isinstance(given, wanted):
-            raise UserError("arguments() takes an engine, a model and TrainingArguments, and no "
-                            f"{type(given).__name__} in place of {wanted.__name__}")
+            raise UserError("arguments() expects an engine, a model and TrainingArguments, got "
+                            f"{type(given).__name__} instead of {wanted.__name__}")
     if isinstance(callbacks, (str, TrainerCallback)) or not isinstance(callbacks, Iterable):
-        raise UserError(f"callbacks are a list, as Trainer takes them, and no "
+        raise UserError("callbacks must be a list, as Trainer takes them, got "
                         f"{type(callbacks).__name__}")
     if engine._model is not None:
         raise UserError("a model is attached already, and arguments() attaches it itself: leave attach() "
@@ -173,12 +173,12 @@ def arguments(engine: Engine, model: torch.nn.Module, args: TrainingArguments, *
     named = str(getattr(args.optim, "value", args.optim))
     kind = _OPTIMIZERS.get(named)
     if kind is None:
-        raise UserError(f"optim='{named}' is none of {', '.join(_OPTIMIZERS)}")
+        raise UserError(f"optim='{named}' is not supported; use one of {', '.join(_OPTIMIZERS)}")
     if args.fp16:
-        raise UserError("fp16=True scales the loss outside of the engine: make the model fp16 and "
+        raise UserError("fp16=True scales the loss outside of the engine: call model.half() and create "
                         "the engine with loss_scale='dynamic', or use bf16")
     if args.resume_from_checkpoint:
-        raise UserError("resume_from_checkpoint: there are no checkpoints of the engine's optimizer "
+        raise UserError("resume_from_checkpoint: checkpoints of the engine's optimizer are not supported "
                         "yet; load the weights with from_pretrained() and train from there")
     constants: dict[str, Any] = {}
     if kind in ("adamw", "lion"):

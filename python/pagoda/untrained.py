@@ -4,7 +4,6 @@ no group. torch.optim says nothing of them; we do, once."""
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -12,6 +11,8 @@ from typing import Any
 import torch
 from torch.nn.modules.module import (register_module_module_registration_hook,
                                      register_module_parameter_registration_hook)
+
+from pagoda.warning import warn
 
 _watches: weakref.WeakSet[UntrainedWatch] = weakref.WeakSet()
 _hooked = False
@@ -70,9 +71,8 @@ class UntrainedWatch:
         names = ", ".join(f"'{name}'" for name in unused[:_MOST_NAMES])
         if len(unused) > _MOST_NAMES:
             names += f" and {len(unused) - _MOST_NAMES} others"
-        warnings.warn(
-            f"the engine does not train {names}: added after attach(), or in none of its groups. "
-            "Their gradients add up in .grad. Freeze them with requires_grad_(False), or release() "
-            "the model and attach() it again to train them", stacklevel=2)
+        warn(f"the engine does not train {names}: added after attach(), or in none of its groups. "
+             "Their gradients accumulate in .grad. Freeze them with requires_grad_(False), or release() "
+             "the model and attach() it again to train them")
         for name in unused:
             del self._watched[name]

@@ -43,8 +43,8 @@ def copy_to_attached(is_attached: Callable[[list[torch.Tensor]], bool]) -> None:
 def _copy(vec: torch.Tensor, parameters: list[torch.Tensor]) -> None:
     count = sum(parameter.numel() for parameter in parameters)
     if vec.dim() != 1 or vec.numel() < count:
-        raise UserError(f"vector_to_parameters: the vector has the shape {tuple(vec.shape)}, and the "
-                        f"parameters take {count} elements")
+        raise UserError(f"vector_to_parameters: expected a 1-D vector of {count} elements or more, got shape "
+                        f"{tuple(vec.shape)}")
     at = 0
     with torch.no_grad():
         for parameter in parameters:

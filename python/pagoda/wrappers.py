@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wrappers that share training out over ranks or devices, by gradients in p.grad or by DTensors: DDP,
+"""Wrappers that distribute training over ranks or devices, by gradients in p.grad or by DTensors: DDP,
 DataParallel, FSDP, fully_shard, parallelize_module, distribute_module. An engine does that itself, so
 a wrapper of an attached model and an attached wrapper are errors."""
 
@@ -41,7 +41,7 @@ def check_unwrapped(model: torch.nn.Module) -> None:
         if isinstance(module, known):
             kind = next(base.__name__ for base in known if isinstance(module, base))
             where = f"module '{name}'" if name else "the model"
-            raise UserError(f"{where} is a {kind}: the engine shares the work out over the ranks "
+            raise UserError(f"{where} is a {kind}: the engine shards the model over the ranks "
                             "itself; attach the model without it, and train it under torchrun for "
                             "several ranks")
     for name, parameter in model.named_parameters():
@@ -55,16 +55,16 @@ def guard_wrappers(is_attached: IsAttached) -> None:
     """From now on none can be put around attached parameters."""
     for wrapper in (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel):
         _guard_class(wrapper, is_attached)
-    _when_imported(_FSDP, lambda fsdp: _guard_fsdp(fsdp, is_attached))
+    when_imported(_FSDP, lambda fsdp: _guard_fsdp(fsdp, is_attached))
     for name, function in _DISTRIBUTE.items():
-        _when_imported(name, lambda api, function=function: _guard_function(  # type: ignore[misc]
+        when_imported(name, lambda api, function=function: _guard_function(  # type: ignore[misc]
             getattr(api, function), is_attached))
 
 
 def _refuse(name: str) -> None:
-    raise UserError(f"{name} of a model that is attached to an engine: the engine shares the work out "
-                    "over the ranks and has the gradients; train the model as it is, under torchrun "
-                    "for several ranks")
+    raise UserError(f"{name} of a model that is attached to an engine: the engine shards the model over "
+                    "the ranks and owns its gradients; train the model as it is, under torchrun for "
+                    "several ranks")
 
 
 def _guard_class(wrapper: type[torch.nn.Module], is_attached: IsAttached) -> None:
@@ -124,7 +124,8 @@ def _guard_function(theirs: Any, is_attached: IsAttached) -> None:
     theirs.__code__ = through.__code__
 
 
-def _when_imported(name: str, then: Callable[[ModuleType], None]) -> None:
+def when_imported(name: str, then: Callable[[ModuleType], None]) -> None:
+    """Calls `then` with the module: now, or when somebody imports it."""
     if name in sys.modules:
         then(sys.modules[name])
     else:

@@ -24,8 +24,11 @@ class Ended(NamedTuple):
     seconds: float
 
 
+Results = dict[str, list[Ended]]
+
+
 def run_scenarios(names: list[str], directory: Path, ranks: int = 2, *,
-                  limit: float = 40) -> dict[str, list[Ended]]:
+                  limit: float = 40) -> Results:
     """Runs scenarios of rank_scenarios.py, one after the other, on every rank: each in a process of
     its own, forked from one that has imported torch. A rank that takes longer than `limit` seconds
     is killed."""
@@ -33,12 +36,12 @@ def run_scenarios(names: list[str], directory: Path, ranks: int = 2, *,
     stores = [distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
               for _ in names]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
-                   "PYTHONUNBUFFERED": "1", "MASTER_ADDR": "127.0.0.1",
+                   "PAGODA_LOG": "info", "PYTHONUNBUFFERED": "1", "MASTER_ADDR": "127.0.0.1",
                    "WORLD_SIZE": str(ranks), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     script = str(Path(__file__).with_name("rank_scenarios.py"))
     plan = json.dumps({"names": names, "ports": [store.port for store in stores], "limit": limit,
                        "directory": str(directory)})
-    ended: dict[str, list[Ended]] = {name: [] for name in names}
+    ended: Results = {name: [] for name in names}
     with tempfile.TemporaryDirectory() as results:
         drivers = [subprocess.Popen([sys.executable, script, plan, results],
                                     env={**environment, "RANK": str(rank)})
@@ -57,3 +60,15 @@ def shown(ended: list[Ended]) -> str:
     """For a failed assertion."""
     return "\n".join(f"--- rank {rank}, code {one.code}, {one.seconds:.1f} s\n{one.output}"
                      for rank, one in enumerate(ended))
+
+
+def lines(one: Ended, word: str) -> list[str]:
+    """What it has printed after that word."""
+    return [line.removeprefix(word + " ") for line in one.output.splitlines()
+            if line.startswith(word + " ")]
+
+
+def check_same_values(ended: list[Ended]) -> None:
+    assert [one.code for one in ended] == [0, 0], shown(ended)
+    assert lines(ended[0], "values") != [], shown(ended)
+    assert lines(ended[0], "values") == lines(ended[1], "values"), shown(ended)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import multiprocessing
 import os
 import signal
 import sys
@@ -252,3 +253,50 @@ def interactive() -> None:
     train(engine, model, 1)
     print("values", values(model))
     engine.close()
+
+
+def train_and_fail(_: int) -> None:
+    train_until(fail, *started())
+
+
+def end_in_children(start: Callable[[], Any]) -> None:
+    """The ranks are children of multiprocessing, which catches what they raise."""
+    try:
+        start()
+    except Exception as error:
+        print("child", str(error).splitlines()[-1])
+        sys.exit(1)
+
+
+@scenario
+def uncaught_in_a_child() -> None:
+    def start() -> None:
+        child = multiprocessing.get_context("fork").Process(target=train_and_fail, args=(0,))
+        child.start()
+        child.join()
+        sys.exit(child.exitcode)
+
+    end_in_children(start)
+
+
+@scenario
+def uncaught_in_a_child_of_torch() -> None:
+    end_in_children(lambda: torch.multiprocessing.start_processes(
+        train_and_fail, nprocs=1, start_method="fork"))
+
+
+@scenario
+def forked_while_an_error_is_handled() -> None:
+    """It is none of the child's."""
+    def work() -> None:
+        engine, model = started()
+        train(engine, model, 1)
+        print("values", values(model))
+
+    try:
+        fail()
+    except ValueError:
+        child = multiprocessing.get_context("fork").Process(target=work)
+        child.start()
+        child.join()
+        sys.exit(child.exitcode)

@@ -19,6 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "python"))
 
+import rank_differences
 import rank_endings
 import rank_interrupts
 import rank_sums
@@ -38,7 +39,7 @@ from rank_scenario import (
 )
 from torch import distributed
 
-__all__ = ["SCENARIOS", "rank_endings", "rank_interrupts"]
+__all__ = ["SCENARIOS", "rank_differences", "rank_endings", "rank_interrupts"]
 
 DIRECTORY = Path()
 

@@ -7,6 +7,7 @@ import gc
 import os
 import subprocess
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,6 +32,38 @@ def make_engine(**config: Any) -> pagoda.Engine:
 def make_model() -> torch.nn.Sequential:
     torch.manual_seed(0)
     return torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+
+
+@pytest.mark.parametrize("end", ["close", "release"])
+def test_a_thread_that_reads_goes_on_when_the_engine_ends(end: str) -> None:
+    for _ in range(5):
+        engine, model = make_engine(), make_model()
+        engine.attach(model)
+        train(engine, model, 1)
+        stop = threading.Event()
+        errors: list[Exception] = []
+
+        def read(model: torch.nn.Module = model, stop: threading.Event = stop,
+                 errors: list[Exception] = errors) -> None:
+            while not stop.is_set():
+                try:
+                    for parameter in model.parameters():
+                        parameter.detach().norm()
+                except RuntimeError as error:
+                    errors.append(error)
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        train(engine, model, 2)
+        if end == "close":
+            engine.close()
+        else:
+            engine.release(model)
+        out = model(torch.ones(1, WIDTH))
+        stop.set()
+        reader.join()
+        assert not errors, errors[0]
+        assert out.isfinite().all()
 
 
 def train(engine: pagoda.Engine, model: torch.nn.Module, steps: int = 3) -> None:

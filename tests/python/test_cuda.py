@@ -214,6 +214,105 @@ def test_activations_and_cuda_graphs() -> None:
     torch.cuda.synchronize()
 
 
+class Twice(torch.autograd.Function):
+    """Runs two passes inside its own, each after a kernel that takes its time."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        out: torch.Tensor = layer(x)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        for _ in range(2):
+            torch.cuda._sleep(50_000_000)
+            with torch.enable_grad():
+                torch.autograd.backward(ctx.layer(x), grads[0] / 3)
+        return None, x.grad
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["engine", "plain"])
+def test_gradients_of_another_stream(plain: bool) -> None:
+    """A gradient that waits for the end of a custom function is taken when it is there: that end is told
+    on the default stream, whatever stream the pass runs on."""
+    engine = pagoda.Engine(device="cuda", device_budget="64MiB", host_budget="1GiB")
+    layer = torch.nn.Linear(512, 512)
+    x = torch.randn(64, 512, requires_grad=True)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        Twice.apply(layer, x).sum().backward()
+    stream.synchronize()
+    expected = [p.grad.cpu() for p in layer.parameters() if p.grad is not None]
+    layer.zero_grad()
+    engine.attach(layer)
+    with torch.cuda.stream(stream):
+        loss = Twice.apply(layer, x).sum()
+        loss.backward() if plain else engine.backward(loss)
+    for p, gradient in zip(layer.parameters(), expected, strict=True):
+        assert torch.equal(engine.grad(p).cpu(), gradient)
+    engine.close()
+
+
+def test_gradients_of_one_page_on_several_streams() -> None:
+    """They are added up one after the other, also where one of the streams is late."""
+    engine = pagoda.Engine(device="cuda", device_budget="64MiB", host_budget="1GiB")
+    both = torch.randn(2 << 20)
+
+    class Halves(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.halves = torch.nn.ParameterList(torch.nn.Parameter(half) for half in both.chunk(2))
+
+    model = Halves()
+    engine.attach(model)
+    streams = [torch.cuda.Stream() for _ in model.halves]
+    here = torch.cuda.current_stream()
+
+    def late(gradient: torch.Tensor) -> None:
+        torch.cuda._sleep(50_000_000)
+
+    for _ in range(3):
+        sums = []
+        for half, stream in zip(model.halves, streams, strict=True):
+            stream.wait_stream(here)
+            with torch.cuda.stream(stream):
+                part = half * 2
+                part.register_hook(late)
+                sums.append(part.sum())
+        for stream in streams:
+            here.wait_stream(stream)
+        engine.backward(sums[0] + sums[1])
+        for half in model.halves:
+            assert torch.equal(engine.grad(half).cpu(), torch.full(half.shape, 2.0, device="cpu"))
+        engine.zero_grad()
+    engine.close()
+
+
+def test_a_captured_backward_is_refused() -> None:
+    """And the engine goes on afterwards."""
+    engine = pagoda.Engine(device="cuda", device_budget="64MiB", host_budget="1GiB", parameters="device")
+    layer = torch.nn.Linear(64, 64)
+    engine.attach(layer)
+    x = torch.randn(8, 64)
+    engine.backward(layer(x).sum())
+    engine.step()
+    torch.cuda.synchronize()
+    with engine.pin(layer.weight), engine.pin(layer.bias):
+        with pytest.raises(RuntimeError, match="came while a CUDA graph is captured"), \
+                torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+            layer(x).sum().backward()
+    torch.cuda.synchronize()
+    engine.zero_grad()
+    engine.backward(layer(x).sum())
+    assert engine.grad_norm() > 0
+    engine.step()
+    engine.close()
+
+
 def test_large_activations_through_files(tmp_path: Path) -> None:
     """In pieces, of which the last is a small one."""
     engine = pagoda.Engine(device="cuda", device_budget="64MiB", nvme=[tmp_path],

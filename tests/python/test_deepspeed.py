@@ -112,9 +112,15 @@ def test_what_is_honoured_says_nothing(path: str) -> None:
 @pytest.mark.parametrize(("config", "word"), [
     ({"zero_optimisation": {"stage": 3}}, "zero_optimisation.stage"),
     ({"zero_optimization": {"stag": 3}}, "did you mean 'zero_optimization.stage'"),
-    ({"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2}, "train_batch_size"),
-    ({"optimizer": {"type": "OneBitAdam"}}, "OneBitAdam"),
-    ({"optimizer": {"type": "AdamW", "params": {"lrr": 1}}}, "lrr"),
+    ({"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2}, r"train_batch_size \(7\).*expected 6"),
+    ({"optimizer": {"type": "OneBitAdam"}}, "'OneBitAdam' is not supported; use one of Adam, "),
+    ({"optimizer": {"type": "AdamW", "params": {"lrr": 1}}}, "lrr'; did you mean 'optimizer.params.lr'"),
+    ({"optimizer": {"type": "AdamW", "params": {"learning_rate": 1}}}, "did you mean 'optimizer.params.lr'"),
+    ({"zero_optimization": {"stage": "3"}}, "zero_optimization.stage = '3' is not allowed: expected an"),
+    ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}},
+     r"zero_optimization\.offload_optimizer\.nvme_path is not set: .*nvme=\[…\]"),
+    ({"zero_optimization": {"offload_param": {"device": "nvme", "nvme_path": None}}},
+     r"zero_optimization\.offload_param\.nvme_path is not set"),
     ({"scheduler": {"type": "Cosine"}}, "Cosine"),
     ({"scheduler": {"type": "WarmupDecayLR", "params": {}}}, "total_num_steps"),
     ({"scheduler": {"type": "WarmupLR", "params": {"warmup": 1}}}, "warmup"),
@@ -380,7 +386,7 @@ def test_the_familiar_engine_is_told_what_is_wrong(tmp_path: Path) -> None:
             call(tmp_path)
     with pytest.raises(pagoda.UserError):
         engine.save_16bit_model(None)
-    with pytest.raises(AttributeError):
+    with pytest.raises(AttributeError, match="neither DeepSpeedEngine nor Sequential has 'no_such_thing'"):
         _ = engine.no_such_thing
     engine.step()  # no gradients, no change
     engine.backward(engine(batch(0)).sum())
@@ -391,3 +397,32 @@ def test_the_familiar_engine_is_told_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(pagoda.UserError, match="save_pretrained"):
         optimizer.state_dict()
     engine.save_16bit_model(tmp_path)
+
+
+def test_the_familiar_engine_has_what_scripts_ask_for(tmp_path: Path) -> None:
+    config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2},
+              "bf16": {"enabled": True}, "gradient_clipping": 1.0}
+    engine, *_ = pagoda.initialize(model=stack(), config_params=config, mpu=None, dist_init_required=True,
+                                   **SMALL)
+    assert (engine.global_rank, engine.local_rank, engine.world_size) == (0, 0, 1)
+    assert (engine.zero_optimization_stage(), engine.zero_optimization()) == (2, True)
+    assert (engine.fp16_enabled(), engine.bfloat16_enabled()) == (False, True)
+    assert (engine.get_loss_scale(), engine.gradient_clipping(), engine.config) == (1.0, 1.0, config)
+    with engine.no_sync():
+        loss = engine(batch(0).bfloat16()).float().sum()
+        engine.backward(loss, retain_graph=True)
+    engine.step()
+    assert engine.stats()["steps"] == 1
+    engine.save_pretrained(tmp_path, max_shard_size="1MB")
+    assert (tmp_path / "model.safetensors").exists()
+    engine.destroy()
+    with pytest.raises(pagoda.UserError, match="closed"):
+        engine.step()
+
+
+def test_directories_may_be_passed_beside_the_configuration(tmp_path: Path) -> None:
+    engine, *_ = pagoda.initialize(
+        model=stack(), **{**SMALL, "nvme": [str(tmp_path)]}, nvme_budget="1MiB",
+        config={"train_micro_batch_size_per_gpu": 1,
+                "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}})
+    assert engine.engine.config["nvme"] == [str(tmp_path)]

@@ -8,36 +8,24 @@ import re
 from pathlib import Path
 
 import pytest
-from processes import Ended, run_scenarios, shown
+from processes import Results, check_same_values, lines, run_scenarios, shown
 from rank_scenario import TIMEOUT
 from rank_scenarios import SCENARIOS
-
-Results = dict[str, list[Ended]]
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """All of them at once: torch is imported once for each rank."""
-    names = [name for name, call in SCENARIOS.items() if call.__module__ != "rank_interrupts"]
+    names = [name for name, call in SCENARIOS.items() if call.__module__ not in (
+        "rank_interrupts", "rank_differences")]
     return run_scenarios(names, tmp_path_factory.mktemp("ranks"))
-
-
-def lines(one: Ended, word: str) -> list[str]:
-    return [line.removeprefix(word + " ") for line in one.output.splitlines()
-            if line.startswith(word + " ")]
-
-
-def check_same_values(ended: list[Ended]) -> None:
-    assert [one.code for one in ended] == [0, 0], shown(ended)
-    assert lines(ended[0], "values") != [], shown(ended)
-    assert lines(ended[0], "values") == lines(ended[1], "values"), shown(ended)
 
 
 @pytest.mark.parametrize("name", [
     "release_often", "clip_on_one_rank", "join_with_schedule", "save_fails", "slow",
     "ends_early_and_serves", "uncaught_in_other_thread", "uncaught_in_a_fork", "caught", "interactive",
     "unseeded", "numpy_writes_after_step", "write_on_one_rank", "save_after_a_write_on_one_rank",
-    "other_values_on_one_rank"])
+    "other_values_on_one_rank", "forked_while_an_error_is_handled"])
 def test_all_ranks_end_well_with_the_same_values(name: str, results: Results) -> None:
     check_same_values(results[name])
 
@@ -68,7 +56,7 @@ def test_both_sides_are_named_on_both(name: str, message: str, results: Results)
 @pytest.mark.parametrize(("name", "own", "others"), [
     ("clip_on_one_rank", "the ranks differ in clip: it is 1 on rank 0 and 0 on rank 1",
      "the ranks differ in clip: it is 1 on rank 0 and 0 on rank 1"),
-    ("save_fails", "cannot be made: File exists", "rank 0: save_pretrained(): UserError: the directory"),
+    ("save_fails", "cannot be created: File exists", "rank 0: save_pretrained(): UserError: the directory"),
     ("attach_fits_on_one_rank", "UserError: the model's states do not fit",
      "UserError: rank 0: the model's states do not fit"),
     ("unseeded_and_checked", "UserError: ranks start with other values than rank 0: in 6 of 6 "
@@ -116,6 +104,8 @@ def test_other_values_on_one_rank_are_told_to_all(results: Results) -> None:
     ("uncaught_in_with", 1, "rank 0 failed: ValueError: the data is gone"),
     ("uncaught_with_another_hook", 1, "rank 0 failed: ValueError: the data is gone"),
     ("uncaught_in_backward", 1, "rank 0 failed: ValueError: the data is gone"),
+    ("uncaught_in_a_child", 1, "rank 0 failed: ValueError: the data is gone"),
+    ("uncaught_in_a_child_of_torch", 1, "rank 0 failed: ValueError: the data is gone"),
     ("uncaught_in_training_thread", 0, "rank 0 failed: ValueError: the data is gone"),
     ("interrupted", -2, "rank 0 failed: KeyboardInterrupt"),
     ("interrupted_in_step", -2, "rank 0 failed: KeyboardInterrupt"),
@@ -147,7 +137,7 @@ def test_a_rank_that_never_starts_is_waited_for_as_long_as_is_said(results: Resu
 
 def test_one_line_says_what_differed(results: Results) -> None:
     said = [line for one in results["unseeded"] for line in one.output.splitlines()
-            if "different values" in line]
+            if "info  engine: broadcast rank 0's values" in line]
     assert len(said) == 4, shown(results["unseeded"])  # one for each engine
     assert "in 6 of 6 parameters and 2 of 2 buffers on rank 1, 'layers.0.weight' first" in said[0]
 

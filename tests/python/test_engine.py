@@ -48,9 +48,9 @@ def test_what_cannot_be_attached_is_said() -> None:
         paged.attach(model, optimizer="sgd", betas=(0.9, 0.99))
     with pytest.raises(pagoda.UserError, match="nothing to train"):
         paged.attach(torch.nn.Linear(2, 2).requires_grad_(False))
-    with pytest.raises(pagoda.UserError, match="no parameter of the model"):
+    with pytest.raises(pagoda.UserError, match="not a parameter of the attached model"):
         paged.attach(model, groups=[{"params": [torch.nn.Parameter(torch.ones(2))]}])
-    with pytest.raises(pagoda.UserError, match=r"'0' gives sparse gradients"):
+    with pytest.raises(pagoda.UserError, match=r"'0' has sparse gradients"):
         paged.attach(torch.nn.Sequential(torch.nn.Embedding(4, 4, sparse=True)))
     with pytest.raises(pagoda.UserError, match="attach"):
         _ = paged.optimizer
@@ -160,13 +160,14 @@ def test_the_norm_is_that_of_all_micro_batches_so_far() -> None:
     paged.step()
 
 
-@pytest.mark.parametrize("clip", [clip_grad_norm_, clip_grad_value_])
-def test_clipping_by_torch_is_an_error_that_names_the_way(clip: Any) -> None:
+@pytest.mark.parametrize(("clip", "way"), [
+    (clip_grad_norm_, r"engine.attach\(model, clip="), (clip_grad_value_, r"p\.register_hook\(")])
+def test_clipping_by_torch_is_an_error_that_names_the_way(clip: Any, way: str) -> None:
     plain = stack()
     paged = engine()
     model = stack()
     paged.attach(model)
-    with pytest.raises(pagoda.UserError, match=r"engine.attach\(model, clip="):
+    with pytest.raises(pagoda.UserError, match=way):
         clip(model.parameters(), 1.0)
     loss_of(plain).backward()
     clip(plain.parameters(), 1e-3)  # others' parameters are clipped as ever
@@ -220,6 +221,18 @@ def test_raw_pointers_need_a_pin() -> None:
     pin = paged.pin([model[0].weight, model[1].weight])
     pin.release()
     pin.release()
+
+
+def test_what_is_written_under_a_pin_outlives_a_pin_inside_it() -> None:
+    paged, model = engine(), stack()
+    paged.attach(model)
+    with paged.pin(model[0]):
+        model[0].weight.detach().numpy()[0, 0] = 5
+        with paged.pin(model[0].weight):
+            pass
+    for layer in model[1:]:  # there is room for two: it is evicted
+        layer(torch.ones(1, WIDTH))
+    assert model[0].weight[0, 0].item() == 5
 
 
 def test_looking_at_a_model_brings_nothing_in() -> None:
@@ -416,6 +429,102 @@ def test_forked_data_loaders_work_beside_an_engine() -> None:
             paged.backward((model(batch) - batch).square().mean())
             paged.step()
     assert paged.stats()["steps"] == 6
+
+
+def test_every_call_in_a_fork_raises_or_takes_no_lock() -> None:
+    """A lock may be held by a thread that the child does not have: there it would never be free."""
+    paged = engine()
+    with paged.build():
+        model = stack()
+    paged.attach(model)
+    activations = paged.activations("host", least=0)
+    with activations:
+        loss = loss_of(model)
+    paged.backward(loss_of(model))
+    weight = next(model.parameters())
+    pinned = paged.pin(weight)
+    saved = loss.grad_fn  # with what it keeps
+
+    def build() -> None:
+        with paged.build():
+            torch.nn.Linear(2, 2)
+
+    def save() -> None:
+        with activations:
+            (torch.ones(64, 64, requires_grad=True) * 2).exp()
+
+    refused: dict[str, Any] = {
+        "stats": paged.stats, "has_gradients": paged.has_gradients,
+        "loss_scale": lambda: paged.loss_scale,
+        "build": build, "attach": lambda: paged._handle.attach([], [], [], [], [], [], [], 0.0, ""),
+        "release": paged.release,
+        "backward": lambda: paged.backward(torch.ones((), requires_grad=True) * 2), "step": paged.step,
+        "join": paged.join, "finish": paged.finish, "grad": lambda: paged.grad(weight),
+        "grad_norm": paged.grad_norm, "zero_grad": paged.zero_grad, "pin": lambda: paged.pin(model),
+        "activations": lambda: paged.activations("host"),
+        "save_pretrained": lambda: paged.save_pretrained("x"),
+        "a tensor saved": save, "set_clip": lambda: paged._handle.set_clip(1.0),
+        "set_loss_is_scaled": lambda: paged._handle.set_loss_is_scaled(True),
+        "barrier": paged._handle.barrier,
+        "lr": lambda: paged._handle.set_optimizer(0, "adamw", {"lr": 1.0}),
+        "require_changeable": lambda: paged._handle.require_changeable("lr"),
+    }
+    works: dict[str, Any] = {
+        "rank": lambda: paged.rank, "world_size": lambda: paged.world_size, "config": lambda: paged.config,
+        "device": lambda: paged.device, "repr": lambda: repr(paged), "unpin": pinned.release,
+        "fail": lambda: paged._handle.fail("why"), "waits": paged._handle.waited_for_ranks,
+        "close": paged.close,
+    }
+    receive, send = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)
+        for name, call in (refused | works).items():
+            os.write(send, f"{name}: ".encode())
+            try:
+                call()
+                text = "works"
+            except RuntimeError as error:  # pagoda.EngineError is one
+                text = "refused" if "forked process" in str(error) else str(error)
+            except BaseException as error:
+                text = repr(error)
+            os.write(send, text.encode() + b"\n")
+        del saved, loss, pinned, activations
+        gc.collect()
+        os.write(send, b"dropped")
+        os._exit(0)
+    os.close(send)
+    with os.fdopen(receive) as lines:
+        told = lines.read().splitlines()
+    assert os.waitpid(child, 0)[1] == 0, told[-1]
+    assert told == [*(f"{name}: refused" for name in refused), *(f"{name}: works" for name in works),
+                    "dropped"]
+    paged.step()
+    del loss, saved
+    assert paged.stats()["steps"] == 1
+
+
+OVERFLOWING = """
+import sys, torch, pagoda
+with pagoda.Engine(device="cpu", device_budget="64MiB", host_budget=9577576, nvme_budget="64MiB",
+                   nvme=[sys.argv[1]], parameters="host", gradients="device", staging="100KiB",
+                   update_chunk="64KiB", update_buffers=3, update_threads=1, moments="bf16",
+                   master="split", gradient_staging="2MiB") as engine:
+    with engine.build():
+        model = torch.nn.Sequential(*(torch.nn.Linear(96, 96, dtype=torch.bfloat16)
+                                      for _ in range(5)))
+    engine.attach(model)
+    print(engine.stats()["tiers"]["nvme"]["holders"].get("parameters", {}).get("used", 0))
+"""
+
+
+def test_what_went_to_nvme_for_want_of_host_memory_is_logged(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", OVERFLOWING, str(tmp_path)], capture_output=True, text=True, check=True,
+        env={**os.environ, "PAGODA_LOG": "info",
+             "PYTHONPATH": str(Path(pagoda.__file__).parents[1])})
+    assert int(ended.stdout) > 0
+    assert ended.stderr.count("host_budget is full") == 1, ended.stderr
 
 
 INTERRUPTED = """

@@ -97,6 +97,113 @@ def test_exchanges(exchange: Callable[[Any], None], refusal: str | None, residen
     engine.close()
 
 
+@pytest.mark.parametrize("resident", [True, False], ids=["resident", "moves"])
+@pytest.mark.parametrize("keep", [lambda p: p.data, lambda p: p.detach()], ids=["data", "detach"])
+def test_an_evaluation_with_averaged_weights(keep: Callable[[Any], torch.Tensor],
+                                             resident: bool) -> None:
+    """p.data = average, and back: parameters have their own values again, the average keeps its."""
+    budget = "64MiB" if resident else "96KiB"
+    engine = pagoda.Engine(device="cpu", device_budget=budget, host_budget="64MiB",
+                           gradient_staging="20KiB")
+    model, other = make_model(), make_model()
+    optimizer = torch.optim.SGD(other.parameters(), lr=2.0**-6)
+    engine.attach(model, lr=2.0**-6, optimizer="sgd")
+    seen: dict[int, list[float]] = {}
+    for which in (model, other):
+        averages = [p.detach().clone() for p in which.parameters()]
+        losses = seen[id(which)] = []
+        for seed in range(4):
+            if which is model:
+                engine.backward(loss_of(which, seed))
+                engine.step()
+            else:
+                loss_of(which, seed).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            for average, p in zip(averages, which.parameters(), strict=True):
+                average.lerp_(p.detach(), 0.25)
+            own = [keep(p) for p in which.parameters()]
+            for average, p in zip(averages, which.parameters(), strict=True):
+                p.data = average
+            with torch.no_grad():
+                losses.append(float(loss_of(which, seed)))
+            losses += [float(one.sum()) for one in own]  # while others are in their place
+            for mine, p in zip(own, which.parameters(), strict=True):
+                p.data = mine
+            with torch.no_grad():
+                losses.append(float(loss_of(which, seed)))
+    assert seen[id(model)] == seen[id(other)]
+    engine.release(model)
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    engine.close()
+
+
+def test_a_storage_without_room_for_its_values_cannot_come_back() -> None:
+    """Nothing is lost but what only that storage had: the engine trains on."""
+    budget: int | str = "64MiB"
+    for attempt in range(2):  # first to see what is needed
+        engine = pagoda.Engine(device="cpu", device_budget="96KiB", gradient_staging="20KiB",
+                               host_budget=budget)
+        model = make_model()
+        engine.attach(model, lr=1e-2)
+        engine.backward(loss_of(model, 0))
+        engine.step()
+        engine.finish()
+        if attempt == 0:
+            budget = int(engine.stats()["tiers"]["host"]["peak"]) + 20 * 1024  # for one of them
+            engine.close()
+    held = [layer.weight.data for layer in model]
+    for layer in model:
+        layer.weight.data = layer.weight.data * 2
+        layer.weight.sum()
+    lost = [layer.weight for layer, one in zip(model, held, strict=True) if not readable(one)]
+    assert 0 < len(lost) < 3
+    lost[0].data = held[-1]
+    with pytest.raises(pagoda.UserError, match=r"could not be kept.*p.data.clone\(\)"):
+        engine.step()
+    lost[0].data = torch.zeros(WIDTH, WIDTH)
+    engine.backward(loss_of(model, 1))
+    engine.step()
+    engine.release(model)
+    engine.close()
+
+
+def readable(tensor: torch.Tensor) -> bool:
+    try:
+        tensor.sum()
+    except RuntimeError as error:
+        assert "values were not kept" in str(error)
+        return False
+    return True
+
+
+def test_a_storage_comes_back_while_updates_are_made() -> None:
+    """Between the last backward() and step() the exchange is dropped; what was there may return."""
+    engine = pagoda.Engine(device="cpu", device_budget="96KiB", host_budget="64MiB",
+                           gradient_staging="20KiB")
+    model = make_model()
+    engine.attach(model, lr=1e-2)
+    for seed in range(2):
+        engine.backward(loss_of(model, seed))
+        engine.step()
+    engine.backward(loss_of(model, 2))
+    weight = model[0].weight
+    own, before = weight.data, weight.detach().clone()
+    weight.data = torch.zeros(WIDTH, WIDTH)
+    with pytest.raises(pagoda.UserError, match="is dropped"):
+        engine.step()
+    assert torch.equal(own, before) and torch.equal(weight, before)
+    engine.step()
+    weight.data = own  # of before the step
+    assert torch.equal(weight, before)
+    engine.backward(loss_of(model, 3))
+    engine.step()
+    engine.release(model)
+    assert not torch.equal(weight, before)
+    engine.close()
+
+
 @pytest.mark.parametrize("touched", [True, False])
 @pytest.mark.parametrize("resident", [True, False], ids=["resident", "moves"])
 def test_an_exchange_while_updates_are_made_is_dropped_and_told(resident: bool,
@@ -200,7 +307,7 @@ def test_calls_of_two_threads_are_refused() -> None:
 def test_mutation_of_saved_tensors_is_refused_while_a_model_is_attached() -> None:
     engine, model = pagoda.Engine(device="cpu", device_budget="1MiB"), make_model()
     engine.attach(model)
-    with (pytest.raises(pagoda.UserError, match="addresses"),
+    with (pytest.raises(pagoda.UserError, match="by address"),
           torch.autograd.graph.allow_mutation_on_saved_tensors()):
         pass
     engine.close()

@@ -238,7 +238,7 @@ BETWEEN_STEPS: dict[Mistake, tuple[type[BaseException], str | None]] = {
     a_worker: (RuntimeError, "forked child"),
     a_second_engine: (pagoda.UserError, "belongs to another engine"),
     another_optimizer: (pagoda.UserError, "attached already"),
-    a_stranger_pinned: (pagoda.UserError, "no parameter of this engine"),
+    a_stranger_pinned: (pagoda.UserError, "not a parameter of this engine"),
     a_graph_used_twice: (RuntimeError, "second time"),
 }
 

@@ -231,6 +231,49 @@ def test_gradients_are_shown_without_the_loss_scale() -> None:
     paged.step()
 
 
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_what_a_grad_scaler_scales_is_never_trained_with(checkpoint: bool) -> None:
+    """Nobody would divide the gradients, which the engine owns, by the scale."""
+    match = r"GradScaler.*loss_scale='dynamic' and call engine\.backward\(loss\)"
+    paged, model = engine(early_updates=False), net()
+    optimizer = paged.attach(model, optimizer="sgd", lr=0.1)
+    before = [p.detach().clone() for p in model.parameters()]
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+    def loss() -> torch.Tensor:
+        if not checkpoint:
+            return loss_of(model)
+        x = torch.ones(2, WIDTH, requires_grad=True)  # passes inside the pass
+        return torch.utils.checkpoint.checkpoint(model, x, use_reentrant=True).square().mean()
+
+    for scaled in (scaler.scale(loss()), scaler.scale([loss()])[0] / 2,
+                   next(iter(scaler.scale(iter([loss()]))))):
+        with pytest.raises(RuntimeError, match=match):
+            scaled.backward()
+    with pytest.raises(RuntimeError, match=match):
+        paged.backward(scaler.scale(loss()))
+    paged.zero_grad()
+    paged.backward(loss())
+    for other in (optimizer, torch.optim.SGD(model.parameters(), lr=0.1)):
+        raises(lambda other=other: scaler.unscale_(other), match)  # type: ignore[misc]
+    paged.zero_grad()
+    paged.step()
+    assert all(map(torch.equal, model.parameters(), before))
+    off = torch.amp.GradScaler("cpu", enabled=False)
+    off.scale(loss()).backward()
+    off.unscale_(optimizer)
+    off.step(optimizer)
+    off.update()
+    other_model = torch.nn.Linear(2, 2)  # whose gradients are its own
+    plain = torch.optim.SGD(other_model.parameters(), lr=0.1)
+    scaler.scale(other_model(torch.ones(1, 2)).sum()).backward()
+    scaler.unscale_(plain)
+    assert (other_model.bias.grad == 1).all()
+    scaler.step(plain)
+    scaler.update()
+    trains(paged, model)
+
+
 def test_torch_functions_on_gradients_work_or_say_so() -> None:
     paged, model = engine(early_updates=False), net()
     optimizer = paged.attach(model, optimizer="sgd", lr=0.1)
@@ -247,8 +290,10 @@ def test_torch_functions_on_gradients_work_or_say_so() -> None:
     assert paged.grad_norm() == 0
     model[0].zero_grad()  # nothing to drop
     trains(paged, model)
+    raises(lambda: torch.nn.utils.clip_grad_value_(model.parameters(), 1.0),
+           r"clip_grad_value_: .*p\.register_hook\(lambda g: g\.clamp\(-v, v\)\)")
     scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(loss_of(model)).backward()
+    scaler.scale(torch.ones(()))
     raises(lambda: scaler.step(optimizer), r"GradScaler.*loss_scale='dynamic'")
     paged.zero_grad()
     trains(paged, model)
@@ -293,7 +338,7 @@ def test_a_loop_that_steps_after_every_micro_batch_is_warned_once() -> None:
     paged, model = engine(accumulation=4), net()
     paged.attach(model)
     paged.backward(loss_of(model))
-    with pytest.warns(UserWarning, match=r"step\(\) after 1 backward\(\), and accumulation=4"):
+    with pytest.warns(UserWarning, match=r"step\(\) was called after 1 backward\(\), with accumulation=4"):
         paged.step()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -222,7 +222,7 @@ def test_a_vector_that_does_not_fit_is_told() -> None:
     engine = make_engine()
     model = stack()
     engine.attach(model)
-    with pytest.raises(pagoda.UserError, match=r"the shape \(7,\).*24960 elements"):
+    with pytest.raises(pagoda.UserError, match=r"24960 elements or more, got shape \(7,\)"):
         vector_to_parameters(torch.ones(7), model.parameters())
     plain = stack()
     vector_to_parameters(torch.ones(24960), plain.parameters())

@@ -220,13 +220,20 @@ def test_a_call_works_or_says_why_not(call: str, state: str, tmp_path: Path) -> 
 
 
 WRONG_CALLS: dict[str, tuple[Callable[[Scene], Any], str]] = {
-    "attach None": (lambda s: s.paged.attach(None), "torch.nn.Module, and not None"),
-    "attach parameters": (lambda s: s.paged.attach(s.other.parameters()), "not a generator"),
-    "attach a class": (lambda s: s.paged.attach(torch.nn.Linear), "not a type"),
-    "attach a tensor": (lambda s: s.paged.attach(torch.ones(2)), "not a Tensor"),
-    "attach with a number as optimizer": (lambda s: s.paged.attach(s.other, optimizer=7), "'7'"),
+    "attach None": (lambda s: s.paged.attach(None), "expects a torch.nn.Module, got None"),
+    "attach parameters": (lambda s: s.paged.attach(s.other.parameters()),
+                          "got generator: pass the model, not model.parameters"),
+    "attach a class": (lambda s: s.paged.attach(torch.nn.Linear), "got type"),
+    "attach a tensor": (lambda s: s.paged.attach(torch.ones(2)), "got Tensor"),
+    "attach with a number as optimizer": (lambda s: s.paged.attach(s.other, optimizer=7),
+                                          r"takes a name \('adamw', .*not int"),
     "attach with torch's optimizer": (
-        lambda s: s.paged.attach(s.other, optimizer=torch.optim.AdamW), "no optimizer"),
+        lambda s: s.paged.attach(s.other, optimizer=torch.optim.AdamW(s.other.parameters())),
+        r"takes a name \(.*, not a torch\.optim\.AdamW object: pass its lr"),
+    "attach with torch's class": (
+        lambda s: s.paged.attach(s.other, optimizer=torch.optim.AdamW), "not the class AdamW"),
+    "attach with an optimizer of nobody": (
+        lambda s: s.paged.attach(s.other, optimizer="adafactor"), "use one of 'adamw'"),
     "attach with groups that are none": (lambda s: s.paged.attach(s.other, groups=7), "dicts"),
     "attach with parameters as groups": (
         lambda s: s.paged.attach(s.other, groups=list(s.other.parameters())), "dict with 'params'"),
@@ -235,34 +242,41 @@ WRONG_CALLS: dict[str, tuple[Callable[[Scene], Any], str]] = {
         lambda s: s.paged.attach(s.other, groups=[{"params": []}]), "nothing to train"),
     "attach with no params": (lambda s: s.paged.attach(s.other, groups=[{}]), "nothing to train"),
     "attach with numbers as params": (
-        lambda s: s.paged.attach(s.other, groups=[{"params": [1, 2]}]), "a tensor, and not a int"),
+        lambda s: s.paged.attach(s.other, groups=[{"params": [1, 2]}]), "tensors as 'params', got int"),
     "attach with a number as params": (
-        lambda s: s.paged.attach(s.other, groups=[{"params": 7}]), "tensors, and not a int"),
+        lambda s: s.paged.attach(s.other, groups=[{"params": 7}]), "must be tensors, got int"),
     "attach with an unknown constant": (
-        lambda s: s.paged.attach(s.other, groups=[{"params": s.other[0].weight, "lrr": 1}]), "lrr"),
+        lambda s: s.paged.attach(s.other, groups=[{"params": s.other[0].weight, "lrr": 1}]),
+        "no 'lrr'; did you mean 'lr'"),
     "attach a parameter twice": (
-        lambda s: s.paged.attach(s.other, groups=[{"params": [s.other[0].weight] * 2}]), "twice"),
+        lambda s: s.paged.attach(s.other, groups=[{"params": [s.other[0].weight] * 2}]),
+        r"parameter '0\.weight' is in group 0 twice"),
     "attach a parameter in two groups": (
         lambda s: s.paged.attach(s.other, groups=[{"params": [s.other[0].weight]}] * 2),
-        "two groups"),
+        r"parameter '0\.weight' is in groups 0 and 1"),
     "attach another's parameter": (
-        lambda s: s.paged.attach(s.other, groups=[{"params": net()[0].weight}]), "no parameter of"),
+        lambda s: s.paged.attach(s.other, groups=[{"params": net()[0].weight}]),
+        r"group 0: a tensor of shape \[16, 16\] is not a parameter of the attached"),
     "attach with a negative clip": (lambda s: s.paged.attach(s.other, clip=-1.0), "clip"),
     "attach with clip nan": (lambda s: s.paged.attach(s.other, clip=math.nan), "clip"),
-    "attach with clip infinite": (lambda s: s.paged.attach(s.other, clip=math.inf), "clip"),
+    "attach with clip infinite below zero": (
+        lambda s: s.paged.attach(s.other, clip=-math.inf), "clip"),
     "attach with a word as clip": (lambda s: s.paged.attach(s.other, clip="1"), "clip"),
     "attach nothing": (lambda s: s.paged.attach(torch.nn.ReLU()), "the model has no parameters"),
     "attach what is frozen": (
         lambda s: s.paged.attach(net().requires_grad_(False)),
         "to train: none of the model's 6 parameters requires a gradient"),
-    "attach with torch's name of an optimizer": (
-        lambda s: s.paged.attach(s.other, optimizer="adamW"), "did you mean 'adamw'"),
+    "attach with another's name of an optimizer": (
+        lambda s: s.paged.attach(s.other, optimizer="AdamW8bit"), "did you mean 'adamw'"),
     "attach with an optimizer beside the model": (
         lambda s: s.paged.attach(s.other, torch.optim.SGD(s.other.parameters())),
         r"attach\(model, optimizer='adamw', lr=…\)"),
     "attach with a word beside the model": (
         lambda s: s.paged.attach(s.other, "lion"), r"attach\(model, optimizer='lion'"),
-    "attach with a number beside the model": (lambda s: s.paged.attach(s.other, 7), "not a int"),
+    "attach with a number beside the model": (lambda s: s.paged.attach(s.other, 7),
+                                              "one positional argument, the model; pass"),
+    "attach with a rate beside the model": (
+        lambda s: s.paged.attach(s.other, 0.001), "pass lr=0.001 as a keyword"),
     "attach with learning_rate": (
         lambda s: s.paged.attach(s.other, learning_rate=1.0), "'learning_rate': say lr=…"),
     "attach with max_grad_norm": (
@@ -285,15 +299,15 @@ WRONG_CALLS: dict[str, tuple[Callable[[Scene], Any], str]] = {
     "save in shards of nothing": (
         lambda s: s.paged.save_pretrained("x", s.model, max_shard_bytes=0), "max_shard_bytes"),
     "save in shards of words": (
-        lambda s: s.paged.save_pretrained("x", s.model, max_shard_bytes="5GB"), "max_shard_bytes"),
-    "pin None": (lambda s: s.paged.pin(None), "tensor, and not None"),
-    "pin a number": (lambda s: s.paged.pin(7), "tensor, and not a int"),
-    "pin numbers": (lambda s: s.paged.pin([7]), "tensor, and not a int"),
-    "pin a word": (lambda s: s.paged.pin("weight"), "tensor, and not a str"),
-    "pin another's": (lambda s: s.paged.pin(s.other), "no parameter of this engine"),
-    "pin a tensor of one's own": (lambda s: s.paged.pin(torch.ones(2)), "no parameter of this"),
-    "pin a sparse one": (lambda s: s.paged.pin(torch.ones(2).to_sparse()), "no parameter of this"),
-    "pin one on meta": (lambda s: s.paged.pin(torch.ones(2, device="meta")), "no parameter of"),
+        lambda s: s.paged.save_pretrained("x", s.model, max_shard_size="much"), "max_shard_size"),
+    "pin None": (lambda s: s.paged.pin(None), "expects a module, a tensor .*got None"),
+    "pin a number": (lambda s: s.paged.pin(7), "iterable of tensors, got int"),
+    "pin numbers": (lambda s: s.paged.pin([7]), "iterable of tensors, got int"),
+    "pin a word": (lambda s: s.paged.pin("weight"), "iterable of tensors, got str"),
+    "pin another's": (lambda s: s.paged.pin(s.other), "not a parameter of this engine"),
+    "pin a tensor of one's own": (lambda s: s.paged.pin(torch.ones(2)), "not a parameter of this"),
+    "pin a sparse one": (lambda s: s.paged.pin(torch.ones(2).to_sparse()), "not a parameter of this"),
+    "pin one on meta": (lambda s: s.paged.pin(torch.ones(2, device="meta")), "not a parameter of"),
     "activations somewhere": (lambda s: s.paged.activations("device"), "'host' or 'nvme'"),
     "activations on nvme": (lambda s: s.paged.activations("nvme"), "nvme"),
     "activations nowhere": (lambda s: s.paged.activations(None), "'host' or 'nvme'"),
@@ -306,21 +320,21 @@ WRONG_CALLS: dict[str, tuple[Callable[[Scene], Any], str]] = {
 }
 
 WRONG_OF_ATTACHED: dict[str, tuple[Callable[[Scene], Any], str]] = {
-    "backward of None": (lambda s: s.paged.backward(None), "tensor, and not None"),
-    "backward of a number": (lambda s: s.paged.backward(1.0), "tensor, and not a float"),
+    "backward of None": (lambda s: s.paged.backward(None), "expects a tensor, got None"),
+    "backward of a number": (lambda s: s.paged.backward(1.0), "expects a tensor, got float"),
     "backward of many": (lambda s: s.paged.backward(s.model(torch.ones(2, WIDTH))), r"\[2, 16\]"),
     "backward of nothing": (
         lambda s: s.paged.backward(s.model(torch.ones(0, WIDTH))), r"\[0, 16\]"),
-    "backward of a constant": (lambda s: s.paged.backward(torch.ones(())), "no gradient can come"),
+    "backward of a constant": (lambda s: s.paged.backward(torch.ones(())), "does not require a gradient"),
     "backward of what is detached": (
-        lambda s: s.paged.backward(loss_of(s.model).detach()), "no gradient can come"),
+        lambda s: s.paged.backward(loss_of(s.model).detach()), "does not require a gradient"),
     "backward with a word as last": (
         lambda s: s.paged.backward(loss_of(s.model), "yes"), "True, False or None"),
-    "grad of None": (lambda s: s.paged.grad(None), "tensor, and not None"),
-    "grad of a word": (lambda s: s.paged.grad("0.weight"), "tensor, and not a str"),
-    "grad of another's": (lambda s: s.paged.grad(s.other[0].weight), "no parameter of this engine"),
+    "grad of None": (lambda s: s.paged.grad(None), "expects a tensor, got None"),
+    "grad of a word": (lambda s: s.paged.grad("0.weight"), "expects a tensor, got str"),
+    "grad of another's": (lambda s: s.paged.grad(s.other[0].weight), "not a parameter of this engine"),
     "grad of a sparse one": (
-        lambda s: s.paged.grad(torch.ones(2).to_sparse()), "no parameter of this engine"),
+        lambda s: s.paged.grad(torch.ones(2).to_sparse()), "not a parameter of this engine"),
     "release a part": (lambda s: s.paged.release(s.model[0]), "whole model"),
     "step with a number": (lambda s: s.optimizer.step(7), "function"),
     "optimizer.state": (lambda s: s.optimizer.state[s.model[0].weight], "cannot be read or changed"),
@@ -385,24 +399,44 @@ def test_an_engine_of_nonsense(keywords: dict[str, Any]) -> None:
     ({"budget": "6GiB"}, "say device_budget='6GiB'"), ({"memory": "6GiB"}, "say device_budget="),
     ({"max_grad_norm": 1.0}, r"say clip=1\.0"), ({"gradient_clipping": 1.0}, r"say clip=1\.0"),
     ({"device_bugdet": object()}, "did you mean 'device_budget'"),
+    ({"offload_param": "cpu"}, "say parameters='host' or 'nvme'"),
+    ({"offload_optimizer": {"device": "cpu"}}, "say optimizer='host' or 'nvme'"),
+    ({"offload": True}, "say parameters=, gradients= and optimizer="),
+    ({"mixed_precision": "bf16"}, r"model\.bfloat16\(\)"), ({"bf16": True}, r"model\.bfloat16\(\)"),
+    ({"fp16": True}, r"model\.half\(\).*loss_scale='dynamic'"), ({"dtype": "bf16"}, "own dtype"),
+    ({"config": "x.json"}, r"keywords.*pagoda\.initialize\(config="),
+    ({"activations": "host"}, r"engine\.activations\('host'\)"),
+    ({"verbose": True}, r"no key 'verbose'; pagoda\.config_keys\(\)"),
 ])
 def test_a_keyword_that_belongs_elsewhere_says_where(keywords: dict[str, Any], match: str) -> None:
     raises(lambda: engine(**keywords), match)
 
 
-_STAGE, _SIZE = "a whole number from 0 to 3", "a byte size such as 8GiB"
+_STAGE, _SIZE = "an integer from 0 to 3", "a byte size such as 8GiB"
 
 
 @pytest.mark.parametrize(("keyword", "shown", "takes"), [
     ({"zero": 4}, "zero = 4", _STAGE), ({"zero": -1}, "zero = -1", _STAGE),
     ({"zero": 1.5}, "zero = 1.5", _STAGE), ({"zero": [3]}, r"zero = \[3\]", _STAGE),
-    ({"zero": "3"}, "zero = '3'", f"it is a text; it takes {_STAGE}"),
-    ({"seed": -1}, "seed = -1", "a whole number from 0"),
-    ({"clip": math.nan}, "clip = nan", "a number from 0"),
-    ({"clip": -0.5}, "clip = -0.5", "a number from 0"),
-    ({"timeout": math.inf}, "timeout = inf", "a number above 0, at most 1000000000"),
-    ({"checksums": "yes"}, "checksums = 'yes'", "it takes true or false"),
-    ({"parameters": "disk"}, "parameters = 'disk'", "auto, device, host or nvme"),
+    ({"zero": "3"}, "zero = '3'", f"it is a string; expected {_STAGE}"),
+    ({"seed": -1}, "seed = -1", "an integer from 0"),
+    ({"seed": 2**64}, r"seed = 1\.8.*e\+19", "an integer from 0 to 18446744073709551615"),
+    ({"accumulation": 2**63 - 1}, "accumulation = 9223372036854775807", "from 1 to 4294967295"),
+    ({"loss_scale_window": 2**32}, "loss_scale_window = 4294967296", "from 1 to 4294967295"),
+    ({"zero": "\0"}, r'zero = "\\u0000"', f"it has a NUL character in it; expected {_STAGE}"),
+    ({"clip": "1\0"}, r'clip = "1\\u0000"', "it has a NUL character in it; expected a number"),
+    ({"trace": "\ud800"}, r"trace = '\\ud800'", "it is not valid Unicode; expected a path"),
+    ({"nvme": ["\udcff"]}, r"nvme = \['\\udcff'\]", "it is not valid Unicode; expected a list"),
+    ({"loss_scale": 1e-40}, "loss_scale = 1e-40", r"a number from 2\^-126 to 2\^126"),
+    ({"clip": math.nan}, "clip = nan", "a number ≥ 0, or inf"),
+    ({"clip": -0.5}, "clip = -0.5", "a number ≥ 0, or inf"),
+    ({"timeout": math.inf}, "timeout = inf", "a number > 0, at most 1000000000"),
+    ({"checksums": "yes"}, "checksums = 'yes'", "expected true or false"),
+    ({"parameters": "tape"}, "parameters = 'tape'", "auto, device, host or nvme$"),
+    ({"parameters": "disk"}, "parameters = 'disk'", "host or nvme; did you mean 'nvme'"),
+    ({"optimizer": "cpu"}, "optimizer = 'cpu'", "did you mean 'host'"),
+    ({"gradients": "gpu"}, "gradients = 'gpu'", "did you mean 'device'"),
+    ({"device": "gpu"}, "device = 'gpu'", "did you mean 'cuda'"),
     ({"device": 0}, "device = 0", "auto, cpu, cuda, cuda:N or emulated"),
     ({"nvme": 1}, "nvme = 1", "a list of directories"),
     ({"device_budget": "8 gigs"}, "device_budget = '8 gigs'", _SIZE),
@@ -417,7 +451,8 @@ def test_a_value_is_shown_as_it_was_given_and_what_the_keyword_takes(keyword: di
 
 
 def test_an_engine_takes_keywords_and_whole_floats() -> None:
-    raises(lambda: pagoda.Engine("6GiB"), r"Engine\('6GiB'\): it takes keywords only")
+    raises(lambda: pagoda.Engine("6GiB"), r"Engine\('6GiB'\): Engine\(\) takes keyword"
+           " arguments only")
     with engine(device_budget=1e6, host_budget=float(64 << 20)) as paged:
         assert paged.stats()["tiers"]["host"]["budget"] == 64 << 20
 
@@ -529,10 +564,12 @@ def test_before_the_first_step_the_optimizer_has_no_state_to_lose() -> None:
     optimizer.load_state_dict(state)
     assert optimizer.param_groups[0]["lr"] == 0.25
     plain = torch.optim.AdamW(net().parameters())
-    raises(lambda: optimizer.load_state_dict(plain.state_dict()), "of the optimizers")
+    raises(lambda: optimizer.load_state_dict(plain.state_dict()), "from a torch.optim optimizer")
     raises(lambda: optimizer.load_state_dict({**state, "state": {0: {"step": 1}}}), "with moments")
     raises(lambda: optimizer.load_state_dict(7), "state_dict")  # type: ignore[arg-type]
-    raises(lambda: optimizer.load_state_dict({"param_groups": [{}]}), "of the optimizers")
+    raises(lambda: optimizer.load_state_dict({"param_groups": [{}]}), "only one from engine.optimizer")
+    raises(lambda: optimizer.load_state_dict({"param_groups": [{"optimizer": "sgd"}]}),
+           r"of the optimizers \['sgd'\], and")
     state["param_groups"][0]["lr"] = math.nan
     raises(lambda: optimizer.load_state_dict(state), "lr = nan")
     state["param_groups"][0]["params"].pop()
@@ -550,3 +587,96 @@ def test_torchs_own_checkpoints_make_no_step() -> None:
     with pytest.raises(pagoda.UserError, match="save_pretrained"):
         get_optimizer_state_dict(model, optimizer)
     assert paged.stats()["steps"] == 2
+
+
+@pytest.mark.parametrize("name", ["AdamW", "adamw", "SGD", "Lion"])
+def test_an_optimizer_is_named_in_any_case_and_defaults_of_torchs_arguments_are_accepted(name: str) -> None:
+    paged, model = engine(), net()
+    optimizer = paged.attach(model, optimizer=name, amsgrad=False, maximize=False, foreach=None, fused=None)
+    assert optimizer.param_groups[0]["optimizer"] == name.lower()
+    trains(paged, model)
+
+
+def test_help_shows_the_keywords() -> None:
+    import inspect
+
+    keywords = inspect.signature(pagoda.Engine).parameters
+    assert {key.name for key in pagoda.config_keys()} < set(keywords)
+    assert list(inspect.signature(pagoda.Engine.attach).parameters)[:3] == ["self", "model", "optimizer"]
+    paged, model = engine(), net()
+    assert "rank 0 of 1, no model attached" in repr(paged)
+    paged.attach(model)
+    assert repr(paged) == ("Engine(device='cpu', device_budget=0.00 GiB, rank 0 of 1, 6 parameters)")
+    paged.close()
+    assert repr(paged) == "Engine(closed)"
+
+
+def test_a_graph_can_be_retained() -> None:
+    paged, model = engine(accumulation=2), net()
+    paged.attach(model)
+    loss = loss_of(model)
+    paged.backward(loss, retain_graph=True)
+    first = paged.grad(model[0].weight)
+    paged.backward(loss)
+    assert torch.equal(paged.grad(model[0].weight), first + first)
+    paged.step()
+
+
+def test_a_trace_that_cannot_be_written_is_found_at_once(tmp_path: Path) -> None:
+    raises(lambda: engine(trace=str(tmp_path / "none" / "t.json")),
+           r"^trace = '.*none/t\.json' cannot be written: No such file or directory")
+    raises(lambda: engine(trace=str(tmp_path)), r"^trace = .* cannot be written: Is a directory")
+    engine(trace=str(tmp_path / "t.json")).close()
+    assert list(tmp_path.iterdir()) == []
+
+
+# What trains nothing, and where a warning points.
+
+
+def test_a_loss_that_reaches_no_attached_parameter_warns_once(recwarn: pytest.WarningsRecorder) -> None:
+    paged, model = engine(), net()
+    paged.attach(model)
+    trains(paged, model)
+    assert not recwarn.list
+    copied = copy.deepcopy(model)
+    with pytest.warns(UserWarning, match="no gradient for any attached parameter") as told:
+        paged.backward(loss_of(copied))
+    assert told[0].filename == __file__  # of the script, not of Pagoda
+    paged.step()
+    paged.backward(loss_of(copied))
+    paged.step()
+    assert not recwarn.list
+    trains(paged, model)
+
+
+def test_the_norm_of_every_step_without_clipping() -> None:
+    """clip=inf: updates begin as early and are the same bits as without clip."""
+    plain, watched = (engine(host_budget="128MiB"), net()), (engine(host_budget="128MiB"), net())
+    plain[0].attach(plain[1], lr=0.1)
+    watched[0].attach(watched[1], lr=0.1, clip=math.inf)
+    norms = []
+    for step in range(4):
+        for paged, model in (plain, watched):
+            paged.backward(loss_of(model, step) * 1e3)
+            report = paged.step()
+            if paged is watched[0]:
+                norms.append(report.norm)
+    assert all(norm is not None and norm > 100 for norm in norms)
+    for paged, _ in (plain, watched):
+        assert paged.stats()["updates"]["early"] > 0
+    paged, model = watched
+    paged.backward(loss_of(model))
+    raises(paged.grad_norm, r"read step\(\)\.norm, which attach\(…, clip=inf\) computes at every step")
+    plain[0].backward(loss_of(plain[1]))
+    plain[0].step()
+    copied = copy.deepcopy(model)
+    loss_of(copied).backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in copied.parameters()]).item()
+    assert paged.step().norm == pytest.approx(norm, rel=1e-5)
+    for mine, theirs in zip(model.parameters(), plain[1].parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    with engine(clip=math.inf) as of_config:
+        assert of_config.config["clip"] == math.inf
+        of_config.attach(net())
+    with engine(clip="inf") as of_json:
+        assert of_json.config["clip"] == math.inf

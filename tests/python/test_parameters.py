@@ -78,8 +78,8 @@ def inference() -> torch.Tensor:
 
 
 ODD: dict[str, tuple[Callable[[], torch.Tensor], bool, str]] = {  # and whether it is trained
-    "float64": (lambda: torch.ones(4, dtype=torch.float64), True, "Double: fp32, bf16 and fp16"),
-    "float8": (lambda: torch.ones(4).to(torch.float8_e4m3fn), True, "Float8_e4m3fn"),
+    "float64": (lambda: torch.ones(4, dtype=torch.float64), True, "float64; only fp32, bf16 and fp16"),
+    "float8": (lambda: torch.ones(4).to(torch.float8_e4m3fn), True, "float8_e4m3fn"),
     "complex": (lambda: torch.ones(4, dtype=torch.complex64), True, "complex: train its real view"),
     "sparse": (lambda: torch.ones(4, 4).to_sparse(), True, "sparse, quantized or packed"),
     "csr": (lambda: torch.ones(4, 4).to_sparse_csr(), True, "sparse, quantized or packed"),
@@ -93,7 +93,7 @@ ODD: dict[str, tuple[Callable[[], torch.Tensor], bool, str]] = {  # and whether 
     "frozen wrapper": (lambda: Wrapper(torch.ones(4)), False, "'odd' is a Wrapper"),
     "expanded": (lambda: torch.ones(1).expand(4), True, r"share one place in memory \(expand"),
     "inference": (inference, True, "inference mode"),
-    "lazy": (lambda: torch.nn.UninitializedParameter(), True, "not initialised yet"),
+    "lazy": (lambda: torch.nn.UninitializedParameter(), True, "not initialized yet"),
 }
 
 
@@ -175,7 +175,7 @@ def test_a_model_of_another_engine_is_refused_before_anything_is_a_page() -> Non
     mixed = torch.nn.Sequential(free, taken)
     raises(lambda: second.attach(mixed), r"'1\.0\.weight' belongs to another engine")
     free[0].weight.detach().numpy()
-    raises(lambda: second.pin(taken), "no parameter of this engine")
+    raises(lambda: second.pin(taken), "not a parameter of this engine")
     raises(lambda: second.release(taken), "no parameter of this model")
     trains(first, taken)
     first.release(taken)

@@ -30,10 +30,11 @@ def test_help_reads_well(pagoda, arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize(("arguments", "word"), [
-    ([], "subcommand"),
-    (["bench"], "subcommand"),
-    (["trane"], "trane"),
-    (["bench", "adam", "--parms", "5"], "--parms"),
+    ([], "a command is required; see 'pagoda --help'"),
+    (["bench"], "a command is required; see 'pagoda bench --help'"),
+    (["trane"], "unknown command 'trane'; see"),
+    (["bench", "adm"], "unknown command 'adm'; did you mean 'adam'? see 'pagoda bench --help'"),
+    (["bench", "adam", "--parms", "5"], "unknown option '--parms'; did you mean '--params'? see"),
     (["bench", "adam", "--params", "many"], "many"),
     (["bench", "io", "--dir", "/no/such/directory"], "/no/such/directory"),
     (["bench", "io", "--size", "8 parsecs"], "8 parsecs"),

@@ -71,8 +71,8 @@ def test_directories_that_cannot_be(tmp_path: Path) -> None:
     raises(lambda: paged.save_pretrained(""), "name is empty")
     raises(lambda: paged.save_pretrained(b"out"), "path")
     (tmp_path / "file").write_text("")
-    raises(lambda: paged.save_pretrained(tmp_path / "file" / "out"), "cannot be made: Not a directory")
-    raises(lambda: paged.save_pretrained(tmp_path / "file"), "cannot be made: File exists")
+    raises(lambda: paged.save_pretrained(tmp_path / "file" / "out"), "cannot be created: Not a directory")
+    raises(lambda: paged.save_pretrained(tmp_path / "file"), "cannot be created: File exists")
     assert sorted(os.listdir()) == before
     trains(paged, model)
 

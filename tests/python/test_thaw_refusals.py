@@ -141,7 +141,7 @@ def test_what_cannot_be_trained_is_refused_when_it_is_thawed() -> None:
     model = Odd()
     paged.attach(model, optimizer="sgd", lr=1.0)
     x = torch.ones(1, 4)
-    for name, why in (("precise", "is Double"), ("part", "share elements"),
+    for name, why in (("precise", "is float64"), ("part", "share elements"),
                       ("wide", "share one place")):
         parameter = model.get_parameter(name)
         parameter.requires_grad_(True)

@@ -56,7 +56,7 @@ def test_callbacks_beside_the_engines(tmp_path: Path) -> None:
     args = arguments(tmp_path)
     engine = pagoda.Engine(**parity.config_below_a_third(ZOO["llama"].make))
     model: Any = ZOO["llama"].make()
-    with pytest.raises(pagoda.UserError, match="callbacks are a list"):
+    with pytest.raises(pagoda.UserError, match="callbacks must be a list"):
         pagoda.trainer.arguments(engine, model, args, callbacks=Counting())  # type: ignore[arg-type]
     mine = Counting()
     trainer = Trainer(model=model, args=args, train_dataset=Texts(),
@@ -242,9 +242,9 @@ def test_accelerate_saves_no_state_without_moments(tmp_path: Path) -> None:
         schedule.step()
         optimizer.zero_grad()
     assert ours.param_groups[0]["lr"] == 0.025
-    with pytest.raises(pagoda.UserError, match=r"after 2 steps: .*engine\.save_pretrained"):
-        with engine.pin(model):
-            accelerator.save_state(str(tmp_path / "later"))
-    with pytest.raises(pagoda.UserError, match=r"after 2 steps: .*engine\.save_pretrained"):
-        accelerator.load_state(str(tmp_path / "fresh"))
+    for call in (accelerator.save_state, accelerator.load_state):
+        with pytest.raises(pagoda.UserError, match=(
+                rf"accelerator\.{call.__name__}\(\) after 2 steps: checkpoints of the engine's optimizer "
+                r".*not supported yet\. engine\.save_pretrained")):
+            call(str(tmp_path / "fresh"))
     engine.release(model)

@@ -155,10 +155,37 @@ def test_a_tensor_that_is_changed_in_the_window_is_put_back() -> None:
     trains(paged, model)
     paged.backward(loss_of(model, 2))
     rate.fill_(0.5)
-    raises(paged.step, "values of before again")
+    raises(paged.step, "keeps its previous values")
     assert rate.item() == 0.1
     paged.step()
     rate.fill_(0.5)
+    trains(paged, model)
+
+
+class Doubled(torch.autograd.Function):
+    """Writes to the parameter that it is given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        weight.detach().mul_(2)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None]:
+        return None, None
+
+
+def test_a_write_in_the_window_raises_where_a_function_has_the_parameter() -> None:
+    paged, model = in_the_window()
+    before = values(model)
+    with pytest.raises(RuntimeError, match=r"'0\.weight'.*after step\(\)"):
+        Doubled.apply(torch.ones(1, WIDTH), model[0].weight)
+    assert_equal(values(model), before)
+    paged.step()
+    other, its = in_the_window()
+    other.step()
+    assert_equal(values(model), values(its))
+    Doubled.apply(torch.ones(1, WIDTH), model[0].weight)
     trains(paged, model)
 
 

@@ -75,7 +75,7 @@ TEST(Quirks, GiveTheSameBits) {
 }
 
 TEST(Refusals, SayWhatIsWrong) {
-  EXPECT_THAT(refusal_of_double(), AllOf(HasSubstr("p0"), HasSubstr("Double")));
+  EXPECT_THAT(refusal_of_double(), AllOf(HasSubstr("p0"), HasSubstr("float64")));
   EXPECT_THAT(refusal_of_complex(), AllOf(HasSubstr("p0"), HasSubstr("complex")));
   EXPECT_THAT(refusal_of_integers(), "nothing") << "integers that are not trained are only paged";
   EXPECT_THAT(refusal_of_overlap(), HasSubstr("share elements"));

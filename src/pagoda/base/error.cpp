@@ -13,10 +13,8 @@ void Error::add_context(ErrorContext item) {
   compose();
 }
 
-std::string Error::user_message() const {
-  std::string text = message_;
-  for (const ErrorContext& item : contexts_) text += fmt::format(" [{}={}]", item.key, item.value);
-  return text;
+std::string Error::located() const {
+  return fmt::format("{} ({}:{})", text_, where_.file_name(), where_.line());
 }
 
 void Error::compose() {
@@ -29,7 +27,6 @@ void Error::compose() {
     }
     text_ += "]";
   }
-  text_ += fmt::format(" ({}:{})", where_.file_name(), where_.line());
 }
 
 }  // namespace pagoda

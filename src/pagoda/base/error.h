@@ -25,7 +25,8 @@ ErrorContext context(std::string_view key, const T& value) {
   return {std::string(key), fmt::format("{}", value)};
 }
 
-/// The root of everything Pagoda throws. `what()` reads "message [key=value, …] (file:line)".
+/// The root of everything Pagoda throws. `what()` reads "message [key=value, …]"; where it was
+/// thrown is of no use to a user.
 /// Never thrown itself: an error is the caller's (UserError) or the engine's (EngineError).
 class Error : public std::exception {
  public:
@@ -33,8 +34,8 @@ class Error : public std::exception {
   const std::string& message() const noexcept { return message_; }
   const std::vector<ErrorContext>& contexts() const noexcept { return contexts_; }
   const std::source_location& where() const noexcept { return where_; }
-  /// what() without the place in our sources, which is of no use to a caller who is at fault.
-  std::string user_message() const;
+  /// what(), with the place in our sources: for the log.
+  std::string located() const;
 
   /// Adds what a frame further up knows, before it rethrows.
   void add_context(ErrorContext item);
@@ -95,7 +96,9 @@ template <class E>
   // A user is told what is wrong; how it was noticed is the engine's own concern.
   if (std::is_same_v<E, UserError> && !detail.empty()) throw E(detail + values, {}, where);
   const std::string colon = detail.empty() ? "" : ": ";
-  throw E(fmt::format("check failed: {}{}{}{}", expression, values, colon, detail), {}, where);
+  throw E(fmt::format("check failed: {}{}{}{} ({}:{})", expression, values, colon, detail,
+                      where.file_name(), where.line()),
+          {}, where);
 }
 
 template <class E, class A, class B>

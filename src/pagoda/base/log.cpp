@@ -50,7 +50,7 @@ struct Logger {
       try {
         threshold = parse_level(name);
       } catch (const UserError& e) {
-        sink->warn("log: PAGODA_LOG ignored: {}", e.message());
+        sink->warn("warn  log: PAGODA_LOG is ignored: {}", e.message());
       }
     }
   }

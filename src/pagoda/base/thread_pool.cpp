@@ -10,6 +10,7 @@
 
 #include "pagoda/base/error.h"
 #include "pagoda/base/ranked_mutex.h"
+#include "pagoda/base/start_thread.h"
 #include "pagoda/base/trace.h"
 
 namespace pagoda {
@@ -75,7 +76,9 @@ ThreadPool::ThreadPool(std::size_t threads, std::string name)
   PAGODA_REQUIRE_GE(threads, 1U, "a thread pool needs a thread");
   threads_.reserve(threads);
   try {
-    for (std::size_t i = 0; i < threads; ++i) threads_.emplace_back([this, i] { work(i); });
+    for (std::size_t i = 0; i < threads; ++i) {
+      threads_.push_back(start_thread<std::jthread>([this, i] { work(i); }));
+    }
   } catch (...) {
     stop(Stop::Cancel);  // the threads that did start must not outlive *this
     throw;

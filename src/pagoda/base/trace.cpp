@@ -9,6 +9,7 @@
 #include <mutex>
 #include <system_error>
 
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "pagoda/base/error.h"
@@ -110,6 +111,35 @@ std::string event_json(const Event& event, int track, Nanos origin) {
   return out + "}";
 }
 
+[[noreturn]] void fail_to_write(const std::filesystem::path& path, int error) {
+  throw EngineError("cannot write the trace file",
+                    {context("path", path.string()), context("errno", error),
+                     context("cause", std::generic_category().message(error))});
+}
+
+/// What a chain of symbolic links ends with, which need not exist: the links stay what they are.
+std::filesystem::path followed(const std::filesystem::path& path) {
+  constexpr int kMostLinks = 40;  // as the kernel follows
+  std::filesystem::path out = path;
+  std::error_code none;
+  for (int i = 0; std::filesystem::is_symlink(out, none); ++i) {
+    if (i == kMostLinks) fail_to_write(path, ELOOP);
+    out = out.parent_path() / std::filesystem::read_symlink(out);
+  }
+  return out;
+}
+
+/// The text is in the file `to`, or EngineError names `path`.
+void put(const std::string& text, const std::filesystem::path& to,
+         const std::filesystem::path& path) {
+  std::FILE* file = std::fopen(to.c_str(), "w");
+  if (file == nullptr) fail_to_write(path, errno);
+  const bool written = std::fwrite(text.data(), 1, text.size(), file) == text.size();
+  const int error = errno;
+  const bool closed = std::fclose(file) == 0;
+  if (!written || !closed) fail_to_write(path, written ? errno : error);
+}
+
 }  // namespace
 
 void slice(std::string_view category, std::string_view name, Nanos begin, Nanos end,
@@ -183,19 +213,55 @@ std::string to_json() {
   return out;
 }
 
+namespace {
+
+/// Where a trace goes: into a character device itself, or beside the file whose place it takes.
+struct Target {
+  std::filesystem::path file;
+  std::filesystem::path part;  // the same: a device
+
+  bool replaces() const { return part != file; }
+};
+
+/// Throws std::system_error for what is neither a file nor a character device.
+Target target_of(const std::filesystem::path& path) {
+  struct stat there {};
+  const bool exists = ::stat(path.c_str(), &there) == 0;
+  if (exists && S_ISCHR(there.st_mode)) return {path, path};
+  if (exists && !S_ISREG(there.st_mode)) {
+    throw std::system_error(S_ISDIR(there.st_mode) ? EISDIR : ENOTSUP, std::generic_category());
+  }
+  std::filesystem::path file = followed(path);
+  std::filesystem::path part = file.string() + ".part";
+  return {std::move(file), std::move(part)};
+}
+
+}  // namespace
+
+void require_writable(const std::filesystem::path& path) {
+  const Target target = target_of(path);
+  std::FILE* file = std::fopen(target.part.c_str(), "w");
+  if (file == nullptr) throw std::system_error(errno, std::generic_category());
+  static_cast<void>(std::fclose(file));
+  if (target.replaces()) ::unlink(target.part.c_str());
+}
+
 void write(const std::filesystem::path& path) {
   const std::string text = to_json();
-  const std::filesystem::path part = path.string() + ".part";
-  std::FILE* file = std::fopen(part.c_str(), "w");
-  const bool written =
-      file != nullptr && std::fwrite(text.data(), 1, text.size(), file) == text.size();
-  const bool closed = file != nullptr && std::fclose(file) == 0;
-  if (!written || !closed || std::rename(part.c_str(), path.c_str()) != 0) {
-    const int error = errno;
-    if (file != nullptr) ::unlink(part.c_str());
-    throw EngineError("cannot write the trace file",
-                      {context("path", path.string()), context("errno", error),
-                       context("cause", std::generic_category().message(error))});
+  Target target;
+  try {
+    target = target_of(path);
+  } catch (const std::system_error& error) {
+    fail_to_write(path, error.code().value());
+  }
+  try {
+    put(text, target.part, path);
+    if (target.replaces() && std::rename(target.part.c_str(), target.file.c_str()) != 0) {
+      fail_to_write(path, errno);
+    }
+  } catch (const EngineError&) {
+    if (target.replaces()) ::unlink(target.part.c_str());
+    throw;
   }
 }
 

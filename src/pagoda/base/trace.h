@@ -62,9 +62,12 @@ void name_thread(std::string_view name);
 void start(std::size_t max_events_per_thread = 1'000'000);
 /// Ends the recording.
 void stop();
-/// Writes what was recorded, as Chrome's JSON, to a file that appears whole or not at all.
-/// EngineError with the path and errno if it cannot.
+/// Writes what was recorded, as Chrome's JSON, to a file that appears whole or not at all; to what
+/// a symbolic link names, and straight to a character device. EngineError with the path and errno
+/// if it cannot, and for whatever else the path names (a pipe, which could block).
 void write(const std::filesystem::path& path);
+/// std::system_error unless a file can be made there. Leaves one that is there as it is.
+void require_writable(const std::filesystem::path& path);
 /// The same as text.
 std::string to_json();
 

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "pagoda/base/log.h"
+#include "pagoda/base/start_thread.h"
 #include "pagoda/base/trace.h"
 
 namespace pagoda::comm {
@@ -66,7 +67,7 @@ PullService::PullService(std::unique_ptr<Group> group, Handler handler, Options 
   PAGODA_REQUIRE(handler_ != nullptr);
   PAGODA_REQUIRE_GE(options_.threads, 1u);
   PAGODA_REQUIRE_GE(options_.max_threads, options_.threads);
-  if (group_->size() > 1) listener_ = std::thread([this] { listen(); });
+  if (group_->size() > 1) listener_ = start_thread([this] { listen(); });
 }
 
 PullService::~PullService() {
@@ -120,8 +121,8 @@ void PullService::enqueue(const Job& job) {
 void PullService::grow(const RankedLock<LockRank::PullService>&) {
   if (stopping_ || jobs_.size() <= idle_ || workers_.size() >= options_.max_threads) return;
   if (workers_.size() - waiting_ >= options_.threads) return;
+  workers_.push_back(start_thread([this] { work(); }));
   ++idle_;  // it will take a job; counted here so that the next request sees it
-  workers_.emplace_back([this] { work(); });
 }
 
 void PullService::work() {

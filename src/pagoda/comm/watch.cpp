@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "pagoda/base/log.h"
+#include "pagoda/base/start_thread.h"
 #include "pagoda/base/trace.h"
 
 namespace pagoda::comm {
@@ -40,7 +41,7 @@ Watch::Watch(World& world, Options options, OnFailure on_failure)
     peer.changed = peer.noted = now_ns();
     peers_.push_back(std::move(peer));
   }
-  if (!peers_.empty()) thread_ = std::thread([this] { run(); });
+  if (!peers_.empty()) thread_ = start_thread([this] { run(); });
 }
 
 Watch::~Watch() {

@@ -75,6 +75,26 @@ LiveBlock* ArenaState::take_range(Bytes taken, Fences& fences, const Lock&) {
   return &live;
 }
 
+namespace {
+
+/// Has the stream, or the host, go on after the mark. A failure belongs to the stream of the mark.
+/// False: that is over already.
+bool wait_for(const Mark& mark, Stream* stream) {
+  if (stream != nullptr && mark.stream == stream->id()) return false;
+  if (mark.event->done()) return false;
+  if (stream != nullptr) {
+    stream->wait(*mark.event, Stream::OnFailure::Ignore);
+  } else {
+    try {
+      mark.event->wait();
+    } catch (const std::exception&) {
+    }
+  }
+  return true;
+}
+
+}  // namespace
+
 LiveBlock* ArenaState::take(Bytes bytes, Stream* stream, std::string_view name) {
   if (bytes > capacity_) {
     const Lock lock(*this);
@@ -96,17 +116,7 @@ LiveBlock* ArenaState::take(Bytes bytes, Stream* stream, std::string_view name) 
   std::uint64_t waits = 0;
   try {
     for (const Fence& fence : fences) {
-      if (stream != nullptr && fence.mark.stream == stream->id()) continue;
-      if (fence.mark.event->done()) continue;
-      ++waits;
-      if (stream != nullptr) {
-        stream->wait(*fence.mark.event, Stream::OnFailure::Ignore);
-      } else {
-        try {
-          fence.mark.event->wait();
-        } catch (const std::exception&) {  // it is over; the failure belongs to its stream
-        }
-      }
+      if (wait_for(fence.mark, stream)) ++waits;
     }
   } catch (...) {
     const Lock lock(*this);
@@ -163,6 +173,35 @@ void ArenaState::free(const std::byte* data) {
     std::rethrow_exception(failure);
   }
   free_.give(std::move(range));
+}
+
+void ArenaState::mark_users(const std::byte* data, std::vector<Mark>& taken) {
+  std::vector<std::shared_ptr<Stream>> streams;
+  {
+    const Lock lock(*this);
+    streams = find(data, lock).streams;
+  }
+  std::vector<Mark> marks;  // taken without the lock, as in free()
+  for (const auto& stream : streams) {
+    const auto same = [&](const Mark& mark) { return mark.stream == stream->id(); };
+    auto mark = std::ranges::find_if(taken, same);
+    if (mark == taken.end()) {
+      if (stream->capturing()) continue;  // what is captured runs when the graph is replayed
+      mark = taken.insert(taken.end(), stream->mark());
+    }
+    marks.push_back(*mark);
+  }
+  const Lock lock(*this);
+  find(data, lock).users = std::move(marks);  // later ones of the same streams
+}
+
+void ArenaState::wait_for_users(const std::byte* data, Stream* stream) {
+  std::vector<Mark> users;
+  {
+    const Lock lock(*this);
+    users = find(data, lock).users;
+  }
+  for (const Mark& mark : users) wait_for(mark, stream);
 }
 
 LiveBlock& ArenaState::find(const std::byte* data, const Lock&) {

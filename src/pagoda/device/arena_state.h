@@ -6,6 +6,7 @@
 #include <memory>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "pagoda/base/budget.h"
 #include "pagoda/base/ranked_mutex.h"
@@ -34,6 +35,9 @@ class ArenaState {
   /// The block that starts at `data`, or an EngineError that says what is there instead.
   void touch(const std::byte* data, Stream& stream);
   void free(const std::byte* data);
+  /// Block's functions of the same names; `stream` null: the host waits.
+  void mark_users(const std::byte* data, std::vector<Mark>& taken);
+  void wait_for_users(const std::byte* data, Stream* stream);
 
   ArenaStats stats() const;
   std::vector<LeakedBlock> live() const;

@@ -59,6 +59,21 @@ std::byte* Block::on(Stream& stream) const {
   return data_;
 }
 
+void Block::mark_users(std::vector<Mark>& taken) const {
+  PAGODA_CHECK(live_ != nullptr, "an empty block has no users");
+  arena_->mark_users(data_, taken);
+}
+
+void Block::wait_for_users(Stream& stream) const {
+  PAGODA_CHECK(live_ != nullptr, "an empty block has no users");
+  arena_->wait_for_users(data_, &stream);
+}
+
+void Block::wait_for_users() const {
+  PAGODA_CHECK(live_ != nullptr, "an empty block has no users");
+  arena_->wait_for_users(data_, nullptr);
+}
+
 void Block::free() {
   PAGODA_CHECK(live_ != nullptr, "a block was freed twice (the handle is empty)");
   const std::shared_ptr<ArenaState> arena = std::move(arena_);

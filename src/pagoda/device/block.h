@@ -7,10 +7,10 @@
 #include <vector>
 
 #include "pagoda/base/bytes.h"
+#include "pagoda/device/stream.h"
 
 namespace pagoda::device {
 
-class Stream;
 class Arena;
 class ArenaState;
 
@@ -22,6 +22,7 @@ struct LiveBlock {
   std::string name;
   bool freeing = false;                          // its streams are being marked
   std::vector<std::shared_ptr<Stream>> streams;  // every stream that touched it
+  std::vector<Mark> users;                       // Block::mark_users()
 };
 
 /// Some bytes of an Arena, given back when the handle goes.
@@ -51,6 +52,13 @@ class Block {
   void touch(Stream& stream) const;
   /// data(), remembered as used by `stream`: `s.copy_async(dst.on(s), src.on(s), …)`.
   std::byte* on(Stream& stream) const;
+
+  /// For whoever will overwrite the block while it stays: what its streams have been given until
+  /// now still uses it. `taken` has the marks that were taken for other blocks at the same moment.
+  void mark_users(std::vector<Mark>& taken) const;
+  /// `stream` goes on when the users that were marked are done; the other one has the host wait.
+  void wait_for_users(Stream& stream) const;
+  void wait_for_users() const;
 
   /// Frees now; throws what the destructor could only log.
   void free();

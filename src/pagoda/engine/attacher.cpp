@@ -17,10 +17,13 @@ using optim::TrainedPage;
 using pager::Page;
 using pager::Range;
 
-/// Whether all ranks have buffers of the same names and sizes: others cannot be compared.
+/// Whether all ranks have buffers of the same names, types and shapes: others cannot be compared.
 bool equal_buffers(const std::vector<BufferSpec>& buffers, comm::Group& group) {
   Settings mine;
-  for (const BufferSpec& buffer : buffers) mine.add(buffer.name, std::to_string(buffer.bytes));
+  for (const BufferSpec& buffer : buffers) {
+    mine.add(fmt::format("buffer '{}'", buffer.name),
+             fmt::format("{} ({} bytes)", buffer.form, buffer.bytes));
+  }
   try {
     mine.require_equal(group);
     return true;
@@ -64,9 +67,10 @@ std::vector<Page*> Attacher::attach(const std::function<ModelSpec()>& describe,
     });
     std::vector<Page*> overwritten;
     if (!alone()) {
-      parts_.shards->share(model.pages);
       const Bytes piece = least_of_all(parts_.config.staging, *parts_.ranks.control());
       parts_.gather.set_piece(piece);
+      parts_.shards->set_piece(piece);
+      parts_.shards->share(model.pages);
       overwritten = start_with_values_of_rank_0(model, *fit, piece);
     }
     std::vector<TrainedPage*> all;
@@ -79,6 +83,7 @@ std::vector<Page*> Attacher::attach(const std::function<ModelSpec()>& describe,
       }
     });
     for (Page* page : parts_.model.pages()) parts_.pager.set_attached(*page, true);
+    parts_.placer.log_overflow(parts_.model.pages(), all);
     parts_.placer.make_room_for_early_updates(parts_.model.pages(), all, parts_.ranks.control());
     if (watch) all_or_none(parts_.ranks.control(), watch);  // nothing that may fail comes after it
     left_free_ = {};                                        // what was left is for activations now
@@ -159,6 +164,9 @@ Settings Attacher::settings(const ModelSpec& model) const {
                         page.element_size,
                         trained[i] == nullptr ? "not trained" : "trained in group " + groups));
   }
+  for (const TensorSpec& tensor : model.tensors) {
+    out.add(fmt::format("the tensor of parameter '{}'", tensor.name), tensor.form);
+  }
   for (std::size_t i = 0; i < model.frozen.size(); ++i) {
     out.add(fmt::format("frozen parameter {}", i), model.frozen[i].name);
   }
@@ -213,8 +221,7 @@ std::vector<Page*> Attacher::start_with_values_of_rank_0(const ModelSpec& model,
   values.send(shards);
   values.send_buffers();
   if (parts_.ranks.rank() == 0) {
-    log::warn("engine", "ranks started with different values: all have those of rank 0 now",
-              {{"differed", values.text()}});
+    log::info("engine", "broadcast rank 0's values", {{"differed", values.text()}});
   }
   return here;
 }

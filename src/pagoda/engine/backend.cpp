@@ -21,6 +21,7 @@
 #include "pagoda/device/host/host_device.h"
 #include "pagoda/device/ordering_checker.h"
 #include "pagoda/engine/host_need.h"
+#include "pagoda/io/swap_file.h"
 
 namespace pagoda::engine {
 namespace {
@@ -46,11 +47,13 @@ std::map<dev_t, FileSystem> file_systems(const std::vector<std::string>& directo
     struct statvfs disk {};
     const bool there = ::stat(directory.c_str(), &info) == 0;
     if (!there || ::statvfs(directory.c_str(), &disk) != 0) {
-      throw UserError(fmt::format("nvme = '{}' cannot be used: {}", directory,
-                                  std::generic_category().message(errno)));
+      throw UserError(fmt::format("nvme = '{}' cannot be used: {}: {}name another directory",
+                                  directory, std::generic_category().message(errno),
+                                  errno == ENOENT ? "create it, or " : ""));
     }
     if (!S_ISDIR(info.st_mode)) {
-      throw UserError(fmt::format("nvme = '{}' cannot be used: it is not a directory", directory));
+      throw UserError(
+          fmt::format("nvme = '{}' cannot be used: it is not a directory; name one", directory));
     }
     FileSystem& system = out[info.st_dev];
     system.free = static_cast<Bytes>(disk.f_bavail) * disk.f_frsize;
@@ -60,9 +63,10 @@ std::map<dev_t, FileSystem> file_systems(const std::vector<std::string>& directo
 }
 
 /// Half of what is free, shared by the ranks of this machine. Every directory gets a file of the
-/// same size, so the file system with the least for each of its directories decides.
+/// same size, so the file system with the least for each of its directories decides, or the limit
+/// on files of this process.
 Bytes default_nvme_budget(const std::vector<std::string>& directories, int ranks_here) {
-  Bytes each = std::numeric_limits<Bytes>::max();
+  Bytes each = io::file_size_limit().value_or(std::numeric_limits<Bytes>::max());
   for (const auto& [id, system] : file_systems(directories)) {
     each = std::min(each, system.free / 2 / system.directories / static_cast<Bytes>(ranks_here));
   }
@@ -129,7 +133,7 @@ pager::Placement pager_placement(Placement placement) {
 EarlyUpdates::Mode early_mode(const Config& config) noexcept {
   using Mode = EarlyUpdates::Mode;
   if (!config.early_updates || config.scales_loss()) return Mode::Never;
-  if (config.clip == 0) return Mode::Final;
+  if (!config.clips()) return Mode::Final;
   return config.clip_ahead ? Mode::Reversible : Mode::Never;
 }
 

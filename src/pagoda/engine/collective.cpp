@@ -19,13 +19,30 @@ struct WireCall {
   std::uint64_t writes = 0;
   std::uint64_t value = 0;
   std::uint64_t thawed = 0;
+  std::uint64_t refused = 0;
   std::array<char, 32> label{};
   std::array<char, 128> detail{};
 };
 
+/// Whether a cut there would be inside a character: texts are UTF-8.
+bool is_inside(std::string_view text, std::size_t at) {
+  return at < text.size() && (static_cast<unsigned char>(text[at]) & 0xC0U) == 0x80U;
+}
+
+/// A text that is too long loses its middle: names of parameters differ at their ends.
 template <std::size_t kSize>
-void write_text(std::array<char, kSize>& to, const std::string& text) {
-  text.copy(to.data(), kSize - 1);
+void write_text(std::array<char, kSize>& to, std::string_view text) {
+  constexpr std::string_view kCut = "…";
+  constexpr std::size_t kMost = kSize - 1;
+  if (text.size() <= kMost) {
+    text.copy(to.data(), kMost);
+    return;
+  }
+  std::size_t head = kMost / 3;
+  while (is_inside(text, head)) --head;
+  std::size_t tail = text.size() - (kMost - head - kCut.size());
+  while (is_inside(text, tail)) ++tail;
+  fmt::format("{}{}{}", text.substr(0, head), kCut, text.substr(tail)).copy(to.data(), kMost);
 }
 
 template <std::size_t kSize>
@@ -65,9 +82,11 @@ bool can_be_followed(Call call) {
          call == Call::GradNorm;
 }
 
-/// Whether two ranks make the same call, as far as the call itself tells.
+/// Whether two ranks make the same call, as far as the call itself tells. (`detail` is for
+/// messages, and may have been cut.)
 bool same_call(const Collective& a, const Collective& b) {
-  return a.call == b.call && a.label == b.label && a.detail == b.detail && a.steps == b.steps;
+  return a.call == b.call && a.label == b.label && a.detail == b.detail && a.value == b.value &&
+         a.steps == b.steps;
 }
 
 }  // namespace
@@ -90,6 +109,7 @@ std::vector<Collective> exchange(comm::Group& group, const Collective& mine) {
   sent.writes = mine.writes;
   sent.value = mine.value;
   sent.thawed = mine.thawed ? 1 : 0;
+  sent.refused = mine.refused ? 1 : 0;
   write_text(sent.label, mine.label);
   write_text(sent.detail, mine.detail);
   std::vector<WireCall> received(static_cast<std::size_t>(group.size()));
@@ -99,7 +119,7 @@ std::vector<Collective> exchange(comm::Group& group, const Collective& mine) {
   std::vector<Collective> out;
   for (const WireCall& one : received) {
     out.push_back({static_cast<Call>(one.call), read_text(one.label), read_text(one.detail),
-                   one.steps, one.rules, one.writes, one.value, one.thawed != 0});
+                   one.steps, one.rules, one.writes, one.value, one.thawed != 0, one.refused != 0});
   }
   return out;
 }

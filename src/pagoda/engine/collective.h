@@ -39,10 +39,12 @@ struct Collective {
   std::uint64_t rules = 0;
   /// Of the parameters that user code has written to since the last step.
   std::uint64_t writes = 0;
-  /// A number that goes with the call.
+  /// A number that goes with the call: it tells apart what `detail` shows.
   std::uint64_t value = 0;
   /// Parameters have been thawed on this rank, and not all ranks know it yet (thaw.md).
   bool thawed = false;
+  /// This rank cannot do it now; the others are told why, and do not do it either.
+  bool refused = false;
 
   /// "in step() 5", "in save_pretrained() after step() 4".
   std::string where() const;

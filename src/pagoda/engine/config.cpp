@@ -80,6 +80,15 @@ void Config::validate() const {
                     "raise loss_scale_initial to at least {}",
                     loss_scale_minimum, loss_scale_initial, loss_scale_minimum));
   }
+  if (beat() < kLeastBeat) {
+    throw UserError(
+        heartbeat > 0
+            ? fmt::format("heartbeat = {} is too short: raise it to at least {}, or leave it to "
+                          "timeout (0)",
+                          heartbeat, kLeastBeat)
+            : fmt::format("timeout = {} is too short: raise it to at least {}", timeout,
+                          kBeats * kLeastBeat));
+  }
   if (heartbeat * 2 > timeout) {
     throw UserError(
         fmt::format("heartbeat = {} is more than half of timeout = {}, so one lost sign of life "

@@ -9,6 +9,7 @@
 #include "pagoda/base/error.h"
 #include "pagoda/engine/nearest_word.h"
 #include "pagoda/engine/step_trace.h"
+#include "pagoda/optim/loss_scale.h"
 
 namespace pagoda {
 namespace {
@@ -69,7 +70,7 @@ ConfigField bytes(const char* name, Bytes Config::*member, std::string help, Byt
 ConfigField optional_bytes(const char* name, std::optional<Bytes> Config::*member,
                            std::string help) {
   return {name,
-          "a byte size above 0 such as 8GiB, or none",
+          "a byte size > 0 such as 8GiB, or none",
           std::move(help),
           JsonForm::NumberOrText,
           [member](Config& config, std::string_view text) {
@@ -86,10 +87,8 @@ ConfigField optional_bytes(const char* name, std::optional<Bytes> Config::*membe
 template <class Number>
 ConfigField whole(const char* name, Number Config::*member, Number least, Number most,
                   std::string help) {
-  const bool open = most == std::numeric_limits<Number>::max();
   return {name,
-          open ? fmt::format("a whole number from {}", least)
-               : fmt::format("a whole number from {} to {}", least, most),
+          fmt::format("an integer from {} to {}", least, most),
           std::move(help),
           JsonForm::Number,
           [=](Config& config, std::string_view text) {
@@ -102,15 +101,17 @@ ConfigField whole(const char* name, Number Config::*member, Number least, Number
 
 ConfigField real(const char* name, double Config::*member, bool zero, std::string help,
                  double most = std::numeric_limits<double>::max()) {
-  std::string type = zero ? "a number from 0" : "a number above 0";
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  std::string type = zero ? "a number ≥ 0" : "a number > 0";
   if (most < std::numeric_limits<double>::max()) type += fmt::format(", at most {}", most);
+  if (most == kInfinity) type += ", or inf";
   return {name,
           std::move(type),
           std::move(help),
-          JsonForm::Number,
+          most == kInfinity ? JsonForm::NumberOrInf : JsonForm::Number,
           [=](Config& config, std::string_view text) {
             const auto value = parse_number<double>(text);
-            if (!std::isfinite(value)) refuse("it is not finite");
+            if (!std::isfinite(value) && value != most) refuse("it is not finite");
             if (value < 0 || (value == 0 && !zero) || value > most) refuse();
             config.*member = value;
           },
@@ -199,9 +200,27 @@ ConfigField list(const char* name, std::vector<std::string> Config::*member, std
       [member](const Config& config) { return fmt::format("{}", fmt::join(config.*member, ",")); }};
 }
 
+constexpr const char* kScaleType = "a number from 2^-126 to 2^126";
+
+double parse_scale(std::string_view text) {
+  const auto value = parse_number<double>(text);
+  if (!std::isfinite(value)) refuse("it is not finite");
+  if (value < optim::LossScale::kSmallest || value > optim::LossScale::kLargest) refuse();
+  return value;
+}
+
+ConfigField scale(const char* name, double Config::*member, std::string help) {
+  return {name,
+          kScaleType,
+          std::move(help),
+          JsonForm::Number,
+          [=](Config& config, std::string_view text) { config.*member = parse_scale(text); },
+          [member](const Config& config) { return fmt::format("{}", config.*member); }};
+}
+
 ConfigField loss_scale(const char* name, LossScale Config::*member, std::string help) {
   return {name,
-          "none, dynamic or a number above 0",
+          fmt::format("none, dynamic or {}", kScaleType),
           std::move(help),
           JsonForm::NumberOrText,
           [member](Config& config, std::string_view text) {
@@ -209,9 +228,7 @@ ConfigField loss_scale(const char* name, LossScale Config::*member, std::string 
             if (text == "dynamic") {
               scale.kind = LossScale::Kind::Dynamic;
             } else if (text != "none") {
-              scale = {LossScale::Kind::Fixed, parse_number<double>(text)};
-              if (!std::isfinite(scale.value)) refuse("it is not finite");
-              if (!(scale.value > 0)) refuse();
+              scale = {LossScale::Kind::Fixed, parse_scale(text)};
             }
             config.*member = scale;
           },
@@ -239,33 +256,43 @@ std::vector<ConfigField> make_fields() {
       bytes(PAGODA_FIELD(device_budget),
             "Device memory for pages and gradient staging; 0: half of what is free"),
       bytes(PAGODA_FIELD(gradient_staging),
-            "Part of device_budget for gradients on their way; 0: an eighth"),
+            "Part of device_budget for gradients in flight; 0: an eighth"),
       optional_bytes(PAGODA_FIELD(device_limit),
                      "Device memory for everything, activations and workspaces included"),
-      bytes(PAGODA_FIELD(host_budget), "Host memory for all that lies there; 0: no limit"),
+      bytes(PAGODA_FIELD(host_budget), "Host memory for everything placed there; 0: no limit"),
       bytes(PAGODA_FIELD(activation_reserve),
             "Part of host_budget that a model's states leave to activations"),
       bytes(PAGODA_FIELD(nvme_budget),
-            "Bytes of files for all that lies there; 0: half of what is free"),
-      list(PAGODA_FIELD(nvme), "Directories for files; stripes go round them"),
-      choice(PAGODA_FIELD(parameters), places, "Where parameters lie when not in use"),
-      choice(PAGODA_FIELD(gradients), places, "Where gradients lie until the update"),
-      choice(PAGODA_FIELD(optimizer), places, "Where master weights and moments lie"),
+            "Bytes of files for everything placed there; 0: half of what is free"),
+      list(PAGODA_FIELD(nvme), "Directories for swap files, which are striped over them"),
+      choice(PAGODA_FIELD(parameters), places,
+             "Where parameters are placed when not in use; host spills to nvme, where that is set, "
+             "when host_budget is full"),
+      choice(PAGODA_FIELD(gradients), places,
+             "Where gradients are placed until the update; host spills to nvme, where that is set, "
+             "when host_budget is full"),
+      choice(PAGODA_FIELD(optimizer), places,
+             "Where master weights and moments are placed; host spills to nvme, where that is set, "
+             "when host_budget is full"),
       whole(PAGODA_FIELD(zero), 0U, 3U,
-            "What ranks share out: 1 optimizer state, 2 gradients too, 3 parameters too"),
+            "ZeRO stage; sharded over ranks: 1 optimizer state, 2 gradients too, 3 parameters too"),
       choice(PAGODA_FIELD(initial),
              Words<Initial>{{Initial::Broadcast, "broadcast"}, {Initial::Check, "check"}},
-             "What attach does where ranks start with different values: broadcast takes rank 0's, "
-             "check is an error"),
+             "What attach() does if ranks start with different values: broadcast rank 0's, or "
+             "check and "
+             "raise"),
       whole(PAGODA_FIELD(accumulation), 1U, kMost, "Micro-batches in a step"),
       choice(
           PAGODA_FIELD(gradient_dtype),
           Words<GradientType>{{GradientType::Parameter, "parameter"}, {GradientType::Fp32, "fp32"}},
-          "The type in which gradients are added up"),
+          "The dtype in which gradients are accumulated"),
       choice(PAGODA_FIELD(reduction),
              Words<Reduction>{{Reduction::Mean, "mean"}, {Reduction::Sum, "sum"}},
-             "How the gradients of ranks become one; those of micro-batches are added up"),
-      real(PAGODA_FIELD(clip), true, "Largest norm of all gradients together; 0: no clipping"),
+             "How gradients are reduced over ranks; those of micro-batches are summed"),
+      real(PAGODA_FIELD(clip), true,
+           "Largest norm of all gradients together; 0: no clipping; inf: compute the norm at every "
+           "step and never clip",
+           std::numeric_limits<double>::infinity()),
       truth(
           PAGODA_FIELD(clip_ahead),
           "Let updates begin before the norm is known if the last step did not clip, and roll them "
@@ -275,8 +302,8 @@ std::vector<ConfigField> make_fields() {
           "bf16), as far as there is any"),
       loss_scale(PAGODA_FIELD(loss_scale),
                  "What the loss is multiplied by; dynamic follows overflows (for fp16)"),
-      real(PAGODA_FIELD(loss_scale_initial), false, "Where a dynamic loss scale starts"),
-      real(PAGODA_FIELD(loss_scale_minimum), false, "Below which a dynamic loss scale never falls"),
+      scale(PAGODA_FIELD(loss_scale_initial), "Where a dynamic loss scale starts"),
+      scale(PAGODA_FIELD(loss_scale_minimum), "Below which a dynamic loss scale never falls"),
       whole(PAGODA_FIELD(loss_scale_window), 1U, kMost,
             "Steps without overflow after which a dynamic loss scale doubles"),
       choice(PAGODA_FIELD(master),
@@ -284,13 +311,13 @@ std::vector<ConfigField> make_fields() {
              "How the fp32 master of 16-bit parameters is kept; split: two bytes fewer, bf16 only"),
       choice(PAGODA_FIELD(moments),
              Words<MomentType>{{MomentType::Fp32, "fp32"}, {MomentType::Bf16, "bf16"}},
-             "The type of the optimizer's moments"),
+             "The dtype of the optimizer's moments"),
       whole(PAGODA_FIELD(seed), std::uint64_t{0}, std::numeric_limits<std::uint64_t>::max(),
-            "Of stochastic rounding"),
+            "Seed for stochastic rounding"),
       truth(PAGODA_FIELD(early_updates),
             "Let updates begin during the last backward pass of a step, where nothing global "
             "(loss_scale, clip without clip_ahead) is needed"),
-      truth(PAGODA_FIELD(checksums), "Verify what comes back from files"),
+      truth(PAGODA_FIELD(checksums), "Verify checksums of what is read from files"),
       choice(PAGODA_FIELD(io_engine),
              Words<io::EngineChoice>{{io::EngineChoice::Auto, "auto"},
                                      {io::EngineChoice::Uring, "uring"},
@@ -299,9 +326,9 @@ std::vector<ConfigField> make_fields() {
       choice(PAGODA_FIELD(direct),
              Words<io::Direct>{
                  {io::Direct::Auto, "auto"}, {io::Direct::On, "on"}, {io::Direct::Off, "off"}},
-             "Past the kernel's cache; auto is on where the file system allows it"),
+             "Use O_DIRECT; auto is on where the file system allows it"),
       truth(PAGODA_FIELD(prefetch), "Fetch pages before operators need them"),
-      whole(PAGODA_FIELD(fetch_threads), 1U, kThreads, "Threads that bring pages in"),
+      whole(PAGODA_FIELD(fetch_threads), 1U, kThreads, "Threads that fetch pages"),
       whole(PAGODA_FIELD(update_threads), 0U, kThreads,
             "Threads that run the optimizer; 0: what the machine has left"),
       bytes(
@@ -322,18 +349,19 @@ std::vector<ConfigField> make_fields() {
       bytes(PAGODA_FIELD(bucket), "Gradients that ranks reduce at a time", kLeastPiece, kMostPiece),
       real(PAGODA_FIELD(timeout), false,
            "Seconds after which a silent rank is taken for lost, and one that does nothing while "
-           "others wait for it is an error",
+           "others wait for it is an error; the same on all ranks",
            kMostSeconds),
       real(PAGODA_FIELD(join_timeout), false,
            "Seconds in which all ranks must have started, whatever timeout is; after timeout of "
            "them a warning names a rank that has not",
            kMostSeconds),
       real(PAGODA_FIELD(heartbeat), true,
-           "Seconds between signs of life of a rank; 0: a twelfth of timeout, at most 5",
+           "Seconds between heartbeats of a rank, the same on all; 0: a twelfth of timeout, at "
+           "most 5",
            kMostSeconds),
       truth(PAGODA_FIELD(check_order), "Check that every access of device memory is ordered; slow"),
       text_field(PAGODA_FIELD(trace), "a path", nullptr,
-                 "File for a trace of what happened when, for ui.perfetto.dev; empty: none"),
+                 "File for a timeline of events, for ui.perfetto.dev; empty: none"),
       text_field(
           PAGODA_FIELD(trace_steps), "a step or a range of steps",
           [](std::string_view text) { (void)engine::parse_step_range(text); },
@@ -342,6 +370,24 @@ std::vector<ConfigField> make_fields() {
 }
 
 #undef PAGODA_FIELD
+
+/// A word of the field that others call `text`; empty: none is.
+std::string_view meant_by(const ConfigField& field, std::string_view text) {
+  constexpr std::pair<std::string_view, std::string_view> kNames[] = {
+      {"cpu", "host"}, {"ram", "host"},   {"disk", "nvme"},  {"ssd", "nvme"},
+      {"gpu", "cuda"}, {"gpu", "device"}, {"cuda", "device"}};
+  if (field.form != JsonForm::Text) return {};
+  for (const auto& [theirs, ours] : kNames) {
+    if (text != theirs) continue;
+    try {
+      Config unused;
+      field.parse(unused, ours);
+      return ours;
+    } catch (const UserError&) {  // not a word of this field
+    }
+  }
+  return {};
+}
 
 }  // namespace
 
@@ -357,9 +403,10 @@ const ConfigField& config_field(std::string_view name) {
     names.push_back(field.name);
   }
   const auto near = nearest_word(name, names);
-  throw UserError(near ? fmt::format("there is no key '{}'; did you mean '{}'?", name, *near)
-                       : fmt::format("there is no key '{}', and none is near it; the keys are {}",
-                                     name, fmt::join(names, ", ")));
+  throw UserError(
+      near ? fmt::format("there is no key '{}'; did you mean '{}'?", name, *near)
+           : fmt::format("there is no key '{}'; pagoda.config_keys() and docs/config.md list all",
+                         name));
 }
 
 void set_field(Config& config, const ConfigField& field, std::string_view text,
@@ -367,7 +414,7 @@ void set_field(Config& config, const ConfigField& field, std::string_view text,
   try {
     field.parse(config, text);
   } catch (const UserError& error) {
-    refuse_value(field, shown, error.message());
+    refuse_value(field, shown, error.message(), meant_by(field, text));
   }
 }
 
@@ -379,9 +426,11 @@ void set_field(Config& config, const ConfigField& field, std::string_view text) 
   set_field(config, field, text, bare ? std::string(text) : fmt::format("'{}'", text));
 }
 
-void refuse_value(const ConfigField& field, std::string_view shown, std::string_view reason) {
-  throw UserError(fmt::format("{} = {} is not allowed: {}{}it takes {}", field.name, shown, reason,
-                              reason.empty() ? "" : "; ", field.type));
+void refuse_value(const ConfigField& field, std::string_view shown, std::string_view reason,
+                  std::string_view instead) {
+  throw UserError(fmt::format("{} = {} is not allowed: {}{}expected {}{}", field.name, shown,
+                              reason, reason.empty() ? "" : "; ", field.type,
+                              instead.empty() ? "" : fmt::format("; did you mean '{}'?", instead)));
 }
 
 }  // namespace pagoda

@@ -10,13 +10,14 @@
 
 namespace pagoda {
 
-/// What a value is in JSON. A size or a loss scale may be written either way.
-enum class JsonForm { Number, Bool, Text, NumberOrText, List };
+/// What a value is in JSON. A size or a loss scale may be written either way; JSON has no number
+/// for infinity, which is the text "inf".
+enum class JsonForm { Number, NumberOrInf, Bool, Text, NumberOrText, List };
 
 /// One key of Config: what it takes, what it means, and how it is read and printed.
 struct ConfigField {
   std::string name;
-  std::string type;  ///< completes "it takes …"
+  std::string type;  ///< completes "expected …"
   std::string help;
   JsonForm form;
   /// Sets it from text; a text that is not allowed throws a UserError that says why, or nothing
@@ -40,8 +41,9 @@ void set_field(Config& config, const ConfigField& field, std::string_view text);
 void set_field(Config& config, const ConfigField& field, std::string_view text,
                std::string_view shown);
 
-/// Throws such an error: "zero = 7 is not allowed: it takes a whole number from 0 to 3".
+/// Throws such an error: "zero = 7 is not allowed: expected an integer from 0 to 3". `instead`:
+/// what may have been meant.
 [[noreturn]] void refuse_value(const ConfigField& field, std::string_view shown,
-                               std::string_view reason = {});
+                               std::string_view reason = {}, std::string_view instead = {});
 
 }  // namespace pagoda

@@ -22,7 +22,7 @@ json parse_object(std::string_view text) {
   const auto watch = [&](int depth, json::parse_event_t event, json& parsed) {
     if (event == json::parse_event_t::key && depth == 1 &&
         !seen.insert(parsed.get<std::string>()).second) {
-      throw UserError(fmt::format("the key '{}' is there twice", parsed.get<std::string>()));
+      throw UserError(fmt::format("the key '{}' appears twice", parsed.get<std::string>()));
     }
     return true;
   };
@@ -36,7 +36,7 @@ json parse_object(std::string_view text) {
   return root;
 }
 
-/// As a message has it: numbers as they are, texts in quotes.
+/// As a message has it: numbers as they are, strings in quotes.
 std::string shown(const json& value) {
   return value.is_string() ? fmt::format("'{}'", value.get<std::string>()) : value.dump();
 }
@@ -63,6 +63,8 @@ bool has_form(const json& value, JsonForm form) {
   switch (form) {
     case JsonForm::Number:
       return value.is_number();
+    case JsonForm::NumberOrInf:
+      return value.is_number() || value == "inf";
     case JsonForm::Bool:
       return value.is_boolean();
     case JsonForm::Text:
@@ -77,8 +79,9 @@ bool has_form(const json& value, JsonForm form) {
 
 void read(Config& config, const ConfigField& field, const json& value) {
   if (value.is_null()) return;
+  if (value.is_string()) (void)read_text(field, value);  // whatever the key takes
   if (!has_form(value, field.form)) {
-    refuse_value(field, shown(value), value.is_string() ? "it is a text" : "");
+    refuse_value(field, shown(value), value.is_string() ? "it is a string" : "");
   }
   if (field.form == JsonForm::List) {
     // Not through its text: a directory may have a comma in its name here.
@@ -102,7 +105,8 @@ std::string write(const Config& config, const ConfigField& field) {
     return fmt::format("[{}]", fmt::join(items, ", "));
   }
   const std::string text = field.print(config);
-  const bool bare = field.form == JsonForm::Number || field.form == JsonForm::Bool;
+  const bool bare = field.form == JsonForm::Number || field.form == JsonForm::Bool ||
+                    (field.form == JsonForm::NumberOrInf && text != "inf");
   return bare ? text : json_text(text);
 }
 

@@ -9,6 +9,11 @@
 #include "pagoda/base/trace.h"
 
 namespace pagoda::engine {
+namespace {
+
+constexpr std::string_view kAnotherBackward = "another backward()";
+
+}  // namespace
 
 using optim::TrainedPage;
 
@@ -45,7 +50,7 @@ bool EarlyUpdates::refuses(const Lock& lock) const noexcept {
 /// Where in the window something came.
 std::string_view EarlyUpdates::when(const Lock& /*lock*/) const noexcept {
   return pass_ == Pass::LastOver ? "between the last backward() of a step and step()"
-                                 : "in, or after a failure of, the last backward() of a step";
+                                 : "during, or after a failure of, the last backward() of a step";
 }
 
 EarlyUpdates::Habit& EarlyUpdates::habit(const TrainedPage& page, const Lock& /*lock*/) {
@@ -64,13 +69,24 @@ void EarlyUpdates::require_no_window(std::string_view what) {
   Lock lock(mutex_);
   if (!in_window(lock)) return;
   if (refuses(lock)) {
+    constexpr std::string_view kAccumulation =
+        "set accumulation to the number of backward() calls in a step, or set early_updates=False";
+    if (pass_ != Pass::LastOver) {
+      throw RefusedInWindow(fmt::format(
+          "{} came {}, and the step's updates have already started. After a failure call step(), "
+          "which completes the step with the gradients that came, or set early_updates=False",
+          what, when(lock)));
+    }
+    if (what == kAnotherBackward) {
+      throw RefusedInWindow(fmt::format(
+          "backward() was called again before step(), and the step's updates have already started. "
+          "Call step() first, {}",
+          kAccumulation));
+    }
     throw RefusedInWindow(fmt::format(
-        "{} came {}, while its updates are made. {}; or set early_updates to false", what,
-        when(lock),
-        pass_ != Pass::LastOver
-            ? "After a failure call step(), which completes the step with the gradients that came"
-            : "Do it before that backward() or after step(); set accumulation to the number of "
-              "backward() calls in a step"));
+        "{} came {}, and the step's updates have already started. Do it before that backward() or "
+        "after step(), {}",
+        what, when(lock), kAccumulation));
   }
   if (step_ == 1) return leave_to_step(what, lock);
   held_back_ = true;
@@ -119,16 +135,19 @@ void EarlyUpdates::require_gradients(std::string_view what) {
   Lock lock(mutex_);
   if (mode_ == Mode::Reversible || held_back_ || !in_window(lock)) return;
   if (refuses(lock)) {
-    throw UserError(
-        fmt::format("{} came {}, while its updates use the gradients up. Call it in the first step "
-                    "as well, or set early_updates to false",
-                    what, when(lock)));
+    throw UserError(fmt::format(
+        "{} was called {}: its updates have started and use up the gradients. Call it in the first "
+        "step as well, or set early_updates=False{}",
+        what, when(lock),
+        what == "grad_norm()"
+            ? "; or read step().norm, which attach(…, clip=inf) computes at every step"
+            : ""));
   }
   leave_to_step(what, lock);
 }
 
 void EarlyUpdates::backward_begins(bool last, const std::vector<Optimizer>& rules) {
-  require_no_window("another backward()");
+  require_no_window(kAnotherBackward);
   const Lock lock(mutex_);
   pass_ = last ? Pass::LastOpen : Pass::Open;
   ++passes_;
@@ -151,8 +170,8 @@ void EarlyUpdates::gradient_comes(const TrainedPage& page) {
       if (!refuses(lock)) return;
       throw UserError(fmt::format(
           "parameter '{}' got another gradient in one backward(), which it did not in the steps "
-          "before, and its update may have begun; set early_updates to false for a model whose "
-          "passes differ so",
+          "before, and its update may have started; set early_updates=False for a model whose "
+          "passes differ like this",
           page.page->name()));
     }
   }

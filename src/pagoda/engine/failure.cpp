@@ -114,7 +114,7 @@ void Failure::fail(std::exception_ptr error, log::Level level) noexcept {
 }
 
 void Failure::fail_and_throw() {
-  fail(std::current_exception());
+  fail(std::current_exception(), log::Level::Info);  // whoever called raises it
   check();
   throw;
 }

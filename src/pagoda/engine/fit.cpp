@@ -87,13 +87,19 @@ void Fit::check_device() const {
     const std::string staging = format_bytes_up(largest_gradient_.bytes);
     const Bytes least = least_budget(placed + page);
     const std::string budget = format_bytes_up(least);
+    // With a staging of its own, what is left of the budget must still hold the pages.
+    const Bytes beside = Tiers::device_bytes(largest_gradient_.bytes) +
+                         std::max(Tiers::device_bytes(placed + page), Tiers::kDeviceBlock);
     throw UserError(
         options.gradient_share > 0
             ? fmt::format("the gradient of '{}' takes {}, and gradients may take {} of "
                           "device_budget = {}: raise device_budget to at least {}, or set "
-                          "gradient_staging to at least {}",
+                          "gradient_staging to at least {}{}",
                           largest_gradient_.name, staging, format_bytes(options.gradient_staging),
-                          format_bytes(options.device_budget), budget, staging)
+                          format_bytes(options.device_budget), budget, staging,
+                          beside <= options.device_budget
+                              ? ""
+                              : " and device_budget to at least " + format_bytes_up(beside))
             : fmt::format("the gradient of '{}' takes {}, and gradient_staging = {}: raise "
                           "gradient_staging to at least {}{}",
                           largest_gradient_.name, staging, format_bytes(options.gradient_staging),

@@ -19,6 +19,7 @@ struct BufferSpec {
   Bytes bytes = 0;
   std::function<void(std::span<std::byte>)> read;
   std::function<void(std::span<const std::byte>)> write;
+  std::string form = {};  ///< its type and shape: "float32 [4]"
 };
 
 /// Which values a model's pages and buffers start with: rank 0's, on every rank. Compares them by

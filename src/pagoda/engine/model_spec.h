@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <string>
 #include <vector>
 
 #include "pagoda/engine/frozen_parameters.h"
@@ -20,6 +21,13 @@ struct TrainedSpec {
   std::vector<optim::TrainedParameter> parameters;
 };
 
+/// A parameter as a tensor. Its bytes go from rank to rank as they lie in the storage, so ranks
+/// must agree on how to read them.
+struct TensorSpec {
+  std::string name;
+  std::string form;  ///< its type, shape and place in the storage: "float32 [4, 16]"
+};
+
 /// A model, as attach() takes it.
 struct ModelSpec {
   std::vector<pager::Page*> pages;  // trained or not, in an order that is the same on all ranks
@@ -28,6 +36,8 @@ struct ModelSpec {
   std::vector<BufferSpec> buffers;
   /// Which parameters of `trained` are not, until set_thawed() says so.
   std::vector<FrozenSpec> frozen = {};
+  /// What lies in `pages`, in the model's order.
+  std::vector<TensorSpec> tensors = {};
 };
 
 }  // namespace pagoda::engine

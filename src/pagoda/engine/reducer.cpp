@@ -7,6 +7,7 @@
 
 #include "pagoda/base/error.h"
 #include "pagoda/base/first_error.h"
+#include "pagoda/base/start_thread.h"
 #include "pagoda/base/trace.h"
 
 namespace pagoda::engine {
@@ -73,7 +74,7 @@ Reducer::Reducer(Groups groups, pager::Pager& pager, optim::Gradients& gradients
       rank_(groups.calls == nullptr ? 0 : groups.calls->rank()),
       stream_(pager.tiers().device()->make_stream({.name = "gradients out"})),
       park_stream_(pager.tiers().device()->make_stream({.name = "park"})) {
-  thread_ = std::jthread([this] {
+  thread_ = start_thread<std::jthread>([this] {
     trace::name_thread("reduce");
     run();
   });

@@ -25,7 +25,10 @@ Runtime::Runtime(const Config& config, std::shared_ptr<comm::World> world)
     : config_(config), ranks_(std::move(world)) {
   try {
     build();
-    if (!alone()) watch_others();
+    if (!alone()) {
+      watch_others();
+      require_same_patience();
+    }
   } catch (...) {
     if (!alone()) {  // the others may be waiting for this rank to connect, or to say something
       const std::string why = message_of(std::current_exception());
@@ -121,7 +124,7 @@ void Runtime::give_back_together(const std::function<void()>& give_back) {
 }
 
 void Runtime::check() const {
-  owner_.require("an engine");
+  require_here();
   failure_.check();
 }
 
@@ -161,6 +164,38 @@ Collective Runtime::meet(Collective mine) {
     ranks_met_ = reducer_->meet(std::move(mine));
     model_->take_joined();
     return call_of_all(ranks_met_);
+  } catch (...) {
+    failure_.fail_and_throw();
+  }
+}
+
+void Runtime::meet_unless_refused(Collective mine, const std::function<void()>& may) {
+  check();
+  std::exception_ptr refusal;
+  try {
+    may();
+  } catch (const UserError&) {
+    if (alone()) throw;
+    refusal = std::current_exception();
+  }
+  mine.refused = refusal != nullptr;
+  meet(std::move(mine));
+  if (refused_by_any()) throw_refusal(refusal);
+}
+
+bool Runtime::refused_by_any() const noexcept {
+  return std::any_of(ranks_met_.begin(), ranks_met_.end(),
+                     [](const Collective& one) { return one.refused; });
+}
+
+/// What the ranks that have refused the call say is thrown by all.
+void Runtime::throw_refusal(const std::exception_ptr& mine) {
+  try {
+    all_or_none(ranks_.control(), [&] {
+      if (mine != nullptr) std::rethrow_exception(mine);
+    });
+  } catch (const NoneDid& stopped) {
+    std::rethrow_exception(stopped.error);
   } catch (...) {
     failure_.fail_and_throw();
   }
@@ -288,7 +323,7 @@ void Runtime::set_clip(double clip) {
   changed.clip = clip;
   changed.validate();
   config_.clip = clip;
-  gradients_->keep_squares(clip > 0 || config_.scales_loss());
+  gradients_->keep_squares(config_.takes_norm());
   early_->set_mode(early_mode(config_));
 }
 
@@ -306,6 +341,14 @@ void Runtime::join(const std::function<void(Page&)>& bumped) {
   const RankStatus::InCall inside(ranks_.status(), where_in(Call::Join));
   for (;;) {
     const Collective all = meet(in_call(Call::Join));
+    if (refused_by_any()) {  // the others' call, and theirs to act upon
+      try {
+        throw_refusal(nullptr);
+      } catch (const UserError&) {
+        check();
+      }
+      continue;
+    }
     switch (all.call) {
       case Call::ZeroGrad:
         clear_gradients();
@@ -378,6 +421,17 @@ void Runtime::begin_call(std::string label, const std::string& name, const std::
   }
 }
 
+void Runtime::begin_work(std::string label) {
+  check();
+  Collective mine = in_call(Call::Barrier);
+  mine.label = std::move(label);
+  in_their_call_ = std::make_unique<RankStatus::InCall>(ranks_.status(), mine.where());
+}
+
+void Runtime::end_work() {
+  in_their_call_.reset();
+}
+
 /// `call` would take one rank's view of a parameter out of the engine: what the others have not
 /// written must not be in it.
 void Runtime::require_same_writes(std::string_view call) {
@@ -388,7 +442,7 @@ void Runtime::require_same_writes(std::string_view call) {
     std::uint64_t any = writes.any() ? 1 : 0;
     ranks_.control()->all_reduce_max({&any, 1});
     if (any != 0) writes.require_same(*ranks_.control(), call);
-  } catch (const WritesDiffer&) {
+  } catch (const StepRefused&) {  // on all ranks
     throw;
   } catch (...) {
     failure_.fail_and_throw();
@@ -418,9 +472,8 @@ void Runtime::check_order() const {
 
 double Runtime::grad_norm() {
   check();
-  early_->require_gradients("grad_norm()");
   const RankStatus::InCall inside(ranks_.status(), where_in(Call::GradNorm));
-  meet(in_call(Call::GradNorm));
+  meet_unless_refused(in_call(Call::GradNorm), [&] { early_->require_gradients("grad_norm()"); });
   require_none_refused();
   return stepper_->norm();
 }
@@ -431,9 +484,8 @@ void Runtime::require_none_refused() const {
 
 void Runtime::zero_grad() {
   check();
-  early_->require_no_window("zero_grad()");
   const RankStatus::InCall inside(ranks_.status(), where_in(Call::ZeroGrad));
-  meet(in_call(Call::ZeroGrad));
+  meet_unless_refused(in_call(Call::ZeroGrad), [&] { early_->require_no_window("zero_grad()"); });
   clear_gradients();
 }
 
@@ -450,12 +502,11 @@ void Runtime::read_gradient(const Page& page, std::span<float> to) {
   check();
   const TrainedPage* trained = this->trained(page);
   PAGODA_REQUIRE(trained != nullptr, "page '{}' is not trained: it has no gradient", page.name());
-  early_->require_gradients("grad()");
   Collective mine = in_call(Call::Grad);
   mine.detail = fmt::format("'{}'", page.name());
   mine.value = trained->number;
   const RankStatus::InCall inside(ranks_.status(), mine.where());
-  meet(std::move(mine));
+  meet_unless_refused(std::move(mine), [&] { early_->require_gradients("grad()"); });
   PAGODA_REQUIRE(
       trained->gradient,
       "parameter '{}' is frozen, or was not thawed before the last backward(): it has no "

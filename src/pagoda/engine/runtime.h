@@ -123,6 +123,10 @@ class Runtime {
   void begin_call(std::string label, const std::string& name = {},
                   const std::string& argument = {});
   void end_call(const std::string& error);
+  /// Around what this rank does by itself, under the name `label`, while others may wait for it: it
+  /// is not idle, however long that takes. Meets nobody.
+  void begin_work(std::string label);
+  void end_work();
   /// Drops the gradients accumulated so far, on this rank; all ranks do it at the same point.
   void zero_grad();
 
@@ -147,6 +151,8 @@ class Runtime {
   std::string close(const std::function<void()>& give_back = {}) noexcept;
   /// Whether this is the process that made it, and not a fork of it: there it may only be leaked.
   bool here() const noexcept { return owner_.here(); }
+  /// Throws in a forked process, without a look at anything that it would have to lock.
+  void require_here() const { owner_.require("an engine"); }
   /// Throws the first error, if there was one; in a forked process, that it belongs to another.
   void check() const;
   bool failed() const noexcept { return failure_.failed(); }
@@ -164,8 +170,15 @@ class Runtime {
   void build();
   void connect();
   void watch_others();
+  void require_same_patience();
   /// Begins a collective call: returns what all ranks do, when all gradients are added up.
   Collective meet(Collective mine);
+  /// The same for a call that `may` refuses on some ranks, by a UserError: then all throw it, and
+  /// none has done anything.
+  void meet_unless_refused(Collective mine, const std::function<void()>& may);
+  /// Whether some rank has refused the call under way.
+  bool refused_by_any() const noexcept;
+  void throw_refusal(const std::exception_ptr& mine);
   /// What this rank says when it makes the call. Not while attach() or release() changes the model.
   Collective in_call(Call call) const;
   /// "in step() 5": by any thread, at any time.
@@ -204,9 +217,9 @@ class Runtime {
   std::unique_ptr<Attacher> attacher_;
   std::unique_ptr<Stepper> stepper_;
 
-  std::vector<Collective> ranks_met_;  // in the call under way
-  std::string label_;                  // of somebody else's call
-  std::unique_ptr<RankStatus::InCall> in_their_call_;
+  std::vector<Collective> ranks_met_;                  // in the call under way
+  std::string label_;                                  // of somebody else's call
+  std::unique_ptr<RankStatus::InCall> in_their_call_;  // or in begin_work()
   bool closed_ = false;
 
   const Failure::Closing closing_{failure_};  // last: nobody is told of a failure while these go

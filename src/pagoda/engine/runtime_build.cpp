@@ -4,6 +4,7 @@
 #include <thread>
 #include <utility>
 
+#include "pagoda/engine/agreement.h"
 #include "pagoda/engine/backend.h"
 #include "pagoda/engine/host_need.h"
 #include "pagoda/engine/runtime.h"
@@ -67,7 +68,7 @@ void Runtime::build() {
 
   optim::Gradients::Options sums;
   sums.scale = config_.reduction == Reduction::Sum ? 1.0F : 1.0F / static_cast<float>(ranks());
-  sums.squares = config_.clip > 0 || config_.scales_loss();
+  sums.squares = config_.takes_norm();
   sums.staging = config_.staging;
   gradients_ = std::make_unique<optim::Gradients>(*tiers_, *pool_, sums);
   gather_ = std::make_unique<GradientGather>(*gradients_, *pager_);
@@ -146,6 +147,19 @@ void Runtime::watch_others() {
   };
   watching.in_backward = [this] { return where_in(Call::Backward); };
   ranks_.watch(std::move(watching));
+}
+
+/// A rank that waits less long than another one's signs of life are apart would take it for dead.
+void Runtime::require_same_patience() {
+  Settings mine;
+  for (const char* key : {"timeout", "heartbeat"}) mine.add(key, config_.get(key));
+  try {
+    mine.require_equal(*ranks_.control());
+  } catch (const Diverged&) {
+    throw;
+  } catch (...) {  // another rank was not made, and has said why
+    failure_.fail_and_throw();
+  }
 }
 
 }  // namespace pagoda::engine

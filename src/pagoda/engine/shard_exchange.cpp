@@ -21,6 +21,7 @@ ShardExchange::ShardExchange(std::unique_ptr<comm::Group> group, pager::Pager& p
       updater_(updater),
       options_(std::move(options)),
       ranks_(group->size()),
+      piece_(options_.staging),
       completers_(kCompleted, "complete") {
   pager::Tiers& tiers = pager_.tiers();
   if (needs_buffers(tiers.device()->kind(), tiers.swap() != nullptr)) {
@@ -98,7 +99,7 @@ std::shared_ptr<Page> ShardExchange::find(std::uint64_t key) {
 void ShardExchange::add_pulls(const Piece& piece, std::uint64_t key, std::uint64_t version,
                               std::vector<comm::Pull>& pulls) const {
   for (Bytes done = 0; done < piece.to.size();) {
-    const Bytes part = std::min<Bytes>(options_.staging, piece.to.size() - done);
+    const Bytes part = std::min<Bytes>(piece_.load(), piece.to.size() - done);
     pulls.push_back({piece.rank, key, version, piece.begin + done, piece.to.subspan(done, part)});
     done += part;
   }
@@ -134,6 +135,7 @@ void ShardExchange::complete(TrainedPage& trained, std::uint64_t version) {
   std::vector<comm::Pull> pulls;
   pager::StagingPool::Buffer buffer;
   if (!direct) buffer = to_complete_->take();
+  if (direct) tiers.wait_for_users(home);
   for (int rank = 0; rank < ranks_; ++rank) {
     const Range range = pager_.sharding().of(page.elements, rank);
     if (rank == options_.rank || range.empty()) continue;
@@ -144,8 +146,7 @@ void ShardExchange::complete(TrainedPage& trained, std::uint64_t version) {
       continue;
     }
     for (Bytes at = range.begin * size; at < range.end * size;) {
-      const auto part =
-          buffer.bytes().first(std::min<Bytes>(buffer.bytes().size(), range.end * size - at));
+      const auto part = buffer.bytes().first(std::min<Bytes>(piece_.load(), range.end * size - at));
       pulls_->pull(rank, key, version, at, part);
       tiers.write(home, at, part);
       at += part.size();
@@ -207,13 +208,8 @@ void ShardExchange::serve(const comm::PullRequest& request, comm::PullReply& rep
     return;
   }
   PAGODA_CHECK(to_serve_.has_value());
-  if (request.bytes > to_serve_->each()) {
-    reply.refuse(
-        fmt::format("{} are asked for at a time, and staging is {} here: it must be the "
-                    "same on all ranks",
-                    format_bytes(request.bytes), format_bytes(options_.staging)));
-    return;
-  }
+  PAGODA_CHECK(request.bytes <= to_serve_->each(), "{} asked for at a time, with staging of {}",
+               format_bytes(request.bytes), format_bytes(options_.staging));
   const auto buffer = std::make_shared<pager::StagingPool::Buffer>(to_serve_->take());
   const std::span bytes = buffer->bytes().first(request.bytes);
   pager_.tiers().read(home, at, bytes);

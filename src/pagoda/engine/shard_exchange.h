@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <exception>
 #include <functional>
@@ -31,7 +33,7 @@ class ShardExchange final : public pager::RemoteShards {
     int rank = 0;
     /// Every rank keeps whole pages and updates its shard of them (stages 1 and 2).
     bool whole_pages = false;
-    /// Bytes that ranks ask of each other at a time, the same on all of them.
+    /// Bytes of each of its buffers.
     Bytes staging = 4_MiB;
     /// Told of what goes wrong here, on the thread that met it.
     std::function<void(std::exception_ptr)> on_failure;
@@ -55,6 +57,10 @@ class ShardExchange final : public pager::RemoteShards {
   ~ShardExchange() override;
 
   void pull(pager::PageId page, std::uint64_t version, std::span<const Piece> pieces) override;
+
+  /// Bytes that ranks ask of each other at a time: no more than any of them has in a buffer. Before
+  /// the first share().
+  void set_piece(Bytes piece) noexcept { piece_.store(std::min(piece, options_.staging)); }
 
   /// From now on other ranks may ask for these pages, and this one asks for theirs: under numbers
   /// from 1 on that are the same on all ranks, which call this alike, and never used twice.
@@ -106,6 +112,7 @@ class ShardExchange final : public pager::RemoteShards {
   optim::Updater& updater_;
   const Options options_;
   const int ranks_;
+  std::atomic<Bytes> piece_;
 
   RankedMutex<LockRank::ShardExchange> mutex_;
   Condition changed_;

@@ -134,6 +134,27 @@ void StatePlacer::drop_homes(TrainedPage& page) noexcept {
   page.state = {};
 }
 
+void StatePlacer::log_overflow(const Pages& pages, std::span<TrainedPage* const> trained) const {
+  const auto on_nvme = [](Placement wanted, const pager::Home& home) {
+    return wanted == Placement::Host && home && home.tier() == Tier::Nvme ? home.size() : 0;
+  };
+  Bytes parameters = 0;
+  Bytes gradients = 0;
+  Bytes states = 0;
+  for (const Page* page : pages) {
+    parameters += on_nvme(config_.parameters, pager::Pager::home(*page));
+  }
+  for (const TrainedPage* page : trained) {
+    gradients += on_nvme(config_.gradients, page->gradient);
+    states += on_nvme(config_.optimizer, page->state);
+  }
+  if (parameters + gradients + states == 0) return;
+  log::info("engine", "host_budget is full: some of what was placed on the host lies on nvme",
+            {{"parameters", format_bytes(parameters)},
+             {"gradients", format_bytes(gradients)},
+             {"optimizer", format_bytes(states)}});
+}
+
 void StatePlacer::make_room_for_early_updates(const Pages& pages,
                                               std::span<TrainedPage* const> trained,
                                               comm::Group* group) {

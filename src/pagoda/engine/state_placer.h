@@ -47,6 +47,8 @@ class StatePlacer {
   void take_homes_of_thawed(const Pages& pages, std::span<optim::TrainedPage* const> thawed,
                             const Fit& fit);
   static void drop_homes(optim::TrainedPage& page) noexcept;
+  /// Logs what was to lie in host memory and lies on NVMe, for want of room.
+  void log_overflow(const Pages& pages, std::span<optim::TrainedPage* const> trained) const;
 
   /// What early updates of these pages take beside gradients and states, as far as the host has
   /// room beside all that must be there. Where it has none, or states lie elsewhere, updates wait

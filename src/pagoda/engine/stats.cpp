@@ -44,10 +44,10 @@ std::string Stats::table() const {
        fmt::format("{} ({:.2f} %)", pager.prefetch_hits, 100 * pager.hit_rate()));
   line(out, "late prefetches",
        fmt::format("{}, stalled {:.1f} ms", pager.late_prefetches, milliseconds(pager.late_stall)));
-  line(out, "lookups in place", fmt::format("{}", pager.lookups));
-  line(out, "evictions",
-       fmt::format("{}, {} of them prefetched for nothing", pager.evictions,
-                   pager.wasted_prefetches));
+  line(out, "in-place embedding lookups", fmt::format("{}", pager.lookups));
+  line(
+      out, "evictions",
+      fmt::format("{}, {} wasted prefetches among them", pager.evictions, pager.wasted_prefetches));
   line(out, "NVMe → host (nc)", format_bytes(pager.nvme_to_host + updates.nvme_read));
   line(out, "host → device (cg)", format_bytes(pager.host_to_device));
   line(out, "ranks → device (gg)", format_bytes(pager.gathered));
@@ -57,7 +57,7 @@ std::string Stats::table() const {
   out += "updates\n";
   line(out, "elements", fmt::format("{}", updates.elements));
   line(out, "pages",
-       fmt::format("{}, {} of them begun during backward, {} rolled back", updates.pages,
+       fmt::format("{}, {} of them started during backward, {} rolled back", updates.pages,
                    updates.early, updates.rolled_back));
   line(out, "time",
        fmt::format("{:.1f} ms in kernels, {:.1f} ms waiting for state", milliseconds(updates.busy),
@@ -76,10 +76,10 @@ std::string Stats::table() const {
                          format_bytes(holder.peak));
     }
   }
-  out += "beside the budgets\n";
+  out += "not budgeted\n";
   line(out, "buffers of a process group", format_bytes(unbudgeted.group_buffers));
-  line(out, "kept for large tensors", format_bytes(unbudgeted.free_blocks));
-  line(out, "freed, kept by the heap", format_bytes(unbudgeted.free_heap));
+  line(out, "cached blocks", format_bytes(unbudgeted.free_blocks));
+  line(out, "freed heap", format_bytes(unbudgeted.free_heap));
   return out;
 }
 

@@ -4,6 +4,7 @@
 #include <charconv>
 #include <exception>
 #include <string>
+#include <system_error>
 #include <tuple>
 
 #include "pagoda/base/error.h"
@@ -40,6 +41,12 @@ StepTrace::StepTrace(std::filesystem::path path, std::string_view steps, int ran
   if (ranks > 1) {
     const std::string extension = path_.extension().string();
     path_.replace_extension(fmt::format("rank{}{}", rank, extension));
+  }
+  try {
+    trace::require_writable(path_);
+  } catch (const std::system_error& error) {
+    throw UserError(
+        fmt::format("trace = '{}' cannot be written: {}", path_.string(), error.code().message()));
   }
 }
 

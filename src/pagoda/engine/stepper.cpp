@@ -71,12 +71,12 @@ StepResult Stepper::take(std::span<const Collective> met, bool joined, const Bum
   double factor = 1 / scale_.scale();
   bool clipped = false;
   bool finite = true;
-  if (config.clip > 0 || config.scales_loss()) {
+  if (config.takes_norm()) {
     const double norm =
         parts_.gather.norm(parts_.model.trained(), parts_.ranks.control()) / scale_.scale();
     finite = std::isfinite(norm);
     result.norm = norm;
-    if (config.clip > 0 && finite) {
+    if (config.clips() && finite) {
       const double clipping = config.clip / (norm + 1e-6);
       clipped = clipping < 1;
       if (clipped) factor *= clipping;
@@ -165,7 +165,7 @@ double Stepper::norm() {
     parts_.gather.measure(pages);
     const double norm = parts_.gather.norm(pages, parts_.ranks.control()) / scale_.scale();
     // Where no step needs them, nobody keeps the sums up to date with the next micro-batch.
-    if (parts_.config.clip == 0 && !parts_.config.scales_loss()) {
+    if (!parts_.config.takes_norm()) {
       for (const auto& page : pages) page->squares.clear();
     }
     return norm;

@@ -4,6 +4,8 @@
 #include <algorithm>
 
 #include "pagoda/base/error.h"
+#include "pagoda/engine/agreement.h"
+#include "pagoda/engine/failure.h"
 #include "pagoda/io/checksum.h"
 
 namespace pagoda::engine {
@@ -60,7 +62,15 @@ void UserWrites::require_same(comm::Group& group, std::string_view call) const {
   // Every rank's own view: what it has written, or what all had after the last step.
   std::vector<std::uint64_t> sums;
   sums.reserve(written.size());
-  for (const std::size_t i : written) sums.push_back(pager_.checksum(*pages_[i]));
+  try {
+    all_or_none(&group, [&] {  // a page that was evicted needs room on the device
+      for (const std::size_t i : written) sums.push_back(pager_.checksum(*pages_[i]));
+    });
+  } catch (const NoneDid& stopped) {
+    throw StepRefused(fmt::format(
+        "{} compares what was written in place on the ranks since the last step(), and cannot: {}",
+        call, message_of(stopped.error)));
+  }
   const auto seen = gather_words(group, sums);
   for (std::size_t at = 0; at < written.size(); ++at) {
     std::vector<std::size_t> others;  // with values that rank 0 does not have

@@ -33,8 +33,8 @@ class UserWrites {
   bool any() const noexcept;
   /// Where any rank has some: WritesDiffer on all ranks, with the parameter and the ranks, if one
   /// that was written is not the same on all ranks any more. (What was put back counts as not
-  /// written.) Reads the written pages once, on this rank, and no others. `call`: what is refused,
-  /// as the message has it. A collective of the group.
+  /// written.) Reads the written pages once, on this rank, and no others; StepRefused on all ranks
+  /// where one cannot. `call`: what is refused, as the message has it. A collective of the group.
   void require_same(comm::Group& group, std::string_view call) const;
 
  private:

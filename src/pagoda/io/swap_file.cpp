@@ -8,6 +8,7 @@
 #include <utility>
 
 #include <fcntl.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <unistd.h>
@@ -58,6 +59,14 @@ int open_private(const std::filesystem::path& directory, int flags) {
 }
 
 }  // namespace
+
+std::optional<Bytes> file_size_limit() {
+  struct rlimit limit {};
+  if (::getrlimit(RLIMIT_FSIZE, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) {
+    return std::nullopt;
+  }
+  return limit.rlim_cur;
+}
 
 SwapFile::SwapFile(const std::filesystem::path& directory, Bytes size, Options options)
     : size_(size) {
@@ -141,6 +150,7 @@ void SwapFile::ask_alignment() {
 
 void SwapFile::preallocate(const std::filesystem::path& directory, Preallocate how) {
   if (size_ == 0) return;
+  if (const auto limit = file_size_limit(); limit && size_ > *limit) refuse(directory, EFBIG);
   // Asked first, so that a hopeless request does not fill the disk before it fails.
   struct statvfs disk {};
   if (::fstatvfs(fd_, &disk) == 0 && disk.f_blocks > 0 &&
@@ -180,7 +190,17 @@ void SwapFile::refuse(const std::filesystem::path& directory, int error_number) 
   [[maybe_unused]] const int cut = ::ftruncate(fd_, 0);
   const bool known = ::fstatvfs(fd_, &disk) == 0;
   const Bytes available = known ? static_cast<Bytes>(disk.f_bavail) * disk.f_frsize : 0;
-  if (error_number == ENOSPC || error_number == EDQUOT || error_number == EFBIG) {
+  if (error_number == EFBIG) {
+    const auto limit = file_size_limit();
+    throw UserError(fmt::format(
+        "a swap file of {} in nvme directory '{}' is larger than {}: {}lower nvme_budget, or name "
+        "more directories",
+        format_bytes(size_), directory.string(),
+        limit ? fmt::format("RLIMIT_FSIZE (ulimit -f) allows, {}", format_bytes(*limit))
+              : "its file system allows",
+        limit ? "raise the limit, " : ""));
+  }
+  if (error_number == ENOSPC || error_number == EDQUOT) {
     throw UserError(
         fmt::format("a swap file of {} does not fit into nvme directory '{}', where {} are free: "
                     "lower nvme_budget, make room or name another directory ({})",

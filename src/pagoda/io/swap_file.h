@@ -2,6 +2,7 @@
 #pragma once
 
 #include <filesystem>
+#include <optional>
 #include <string>
 
 #include "pagoda/base/bytes.h"
@@ -21,6 +22,10 @@ enum class Preallocate {
   Reserve,  ///< fallocate: at once; the first write of a block costs the file system a little more
   Zero,     ///< written with zeros: slow once, every later write is an overwrite
 };
+
+/// How large a file of this process may be, as RLIMIT_FSIZE (ulimit -f) says; nothing where it says
+/// nothing. Beyond it the kernel sends a signal that ends a process which does not ignore it.
+std::optional<Bytes> file_size_limit();
 
 /// A private file of fixed size in `directory`: mode 0600, without a name, so that it is gone when
 /// its process is, killed or not.

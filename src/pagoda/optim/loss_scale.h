@@ -10,6 +10,10 @@ namespace pagoda::optim {
 /// owner guards it.
 class LossScale {
  public:
+  /// Within these it and its inverse, which kernels multiply by, are normal numbers of fp32.
+  static constexpr double kSmallest = 0x1p-126;
+  static constexpr double kLargest = 0x1p126;
+
   struct Options {
     double initial = 1;
     /// False: it stays as it is, and steps with infinite gradients are skipped all the same.
@@ -45,7 +49,7 @@ class LossScale {
     in_a_row_ = 0;
     if (++good_ < options_.window || !options_.dynamic) return;
     good_ = 0;
-    scale_ = scale_ * options_.growth;
+    if (scale_ * options_.growth <= kLargest) scale_ = scale_ * options_.growth;
   }
 
  private:

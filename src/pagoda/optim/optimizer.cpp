@@ -20,12 +20,12 @@ Overloaded(Fns...) -> Overloaded<Fns...>;
 
 void require_at_least_zero(std::string_view constant, double value) {
   PAGODA_REQUIRE(std::isfinite(value) && value >= 0,
-                 "{} = {} is not allowed: it takes a finite number, at least 0", constant, value);
+                 "{} = {} is not allowed: expected a finite number ≥ 0", constant, value);
 }
 
 void require_beta(std::string_view constant, double value) {
-  PAGODA_REQUIRE(value >= 0 && value < 1,
-                 "{} = {} is not allowed: it takes a number from 0 to below 1", constant, value);
+  PAGODA_REQUIRE(value >= 0 && value < 1, "{} = {} is not allowed: expected a number ≥ 0 and < 1",
+                 constant, value);
 }
 
 /// One step over a shard, on this thread, or this and those of a pool.
@@ -84,9 +84,9 @@ void require_valid(const Optimizer& optimizer) {
         if constexpr (requires { rule.momentum; }) {
           require_at_least_zero("momentum", rule.momentum);
           PAGODA_REQUIRE(std::isfinite(rule.dampening),
-                         "dampening = {} is not allowed: it takes a finite number", rule.dampening);
+                         "dampening = {} is not allowed: expected a finite number", rule.dampening);
           PAGODA_REQUIRE(!rule.nesterov || (rule.momentum > 0 && rule.dampening == 0),
-                         "nesterov needs a momentum above 0 and no dampening; they are {} and {}",
+                         "nesterov needs momentum > 0 and dampening = 0; they are {} and {}",
                          rule.momentum, rule.dampening);
         }
       },

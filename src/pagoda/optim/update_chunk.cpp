@@ -76,6 +76,7 @@ Bytes UpdateChunk::begin(const TrainedPage& page, const StateLayout& layout, std
                     count * grad_size, free);
   parameter_ = {};
   updated_ = {};
+  if (written.parameters == nullptr) tiers_.wait_for_users(page.home());
   if (written.parameters == nullptr || reads_parameter()) {
     parameter_ =
         place(page.home(), (elements_.begin - page.home_range().begin) * size, count * size, free);
@@ -198,6 +199,7 @@ void copy_parameters(pager::Tiers& tiers, TrainedPage& page, const pager::Home& 
   const Bytes offset = (page.updated.begin - page.home_range().begin) * size;
   const std::span values(from.data(), page.updated.size() * size);
   if (tiers.in_place(page.home())) {
+    tiers.wait_for_users(page.home());
     copy(values, page.home().data() + offset, pool);
   } else {
     tiers.write(page.home(), offset, values);

@@ -6,6 +6,7 @@
 
 #include "pagoda/base/error.h"
 #include "pagoda/base/log.h"
+#include "pagoda/base/start_thread.h"
 #include "pagoda/base/trace.h"
 #include "pagoda/optim/early_home.h"
 #include "pagoda/optim/update_record.h"
@@ -42,7 +43,7 @@ Updater::Updater(pager::Pager& pager, ThreadPool& pool, Options options)
     slots_.push_back(std::make_unique<UpdateSlot>(pager_.tiers(), std::move(buffer)));
     free_.push_back(slots_.back().get());
   }
-  thread_ = std::jthread([this] {
+  thread_ = start_thread<std::jthread>([this] {
     trace::name_thread("update");
     run();
   });

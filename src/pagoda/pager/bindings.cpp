@@ -10,6 +10,7 @@
 namespace pagoda::pager {
 
 void Bindings::bind(PageRecord& page, const Lock& lock) noexcept {
+  if (denied_now(page)) return;
   if (!page.bound) {
     bind_to(page, page.device_block().data(), lock);
   } else if (page.shut) {
@@ -19,7 +20,9 @@ void Bindings::bind(PageRecord& page, const Lock& lock) noexcept {
 }
 
 void Bindings::unpinned(PageRecord& page, const Lock& lock) noexcept {
-  if (page.pins > 0 || page.fixed || !page.bound || page.shut || page.binding == nullptr) return;
+  if (!page.bound || page.shut || page.binding == nullptr) return;
+  if (denied_now(page)) return unbind(page, lock);  // an operator inside the one that is denied
+  if (page.pins > 0 || page.fixed) return;
   if (!page.usual_message || !denials_.empty())
     return unbind(page, lock);  // it says something else
   page.binding->shut();
@@ -57,10 +60,11 @@ void Bindings::unbind(PageRecord& page, const Lock& /*lock*/) {
 /// The same wherever the page is: what is said must not depend on when it is asked.
 std::string Bindings::message(const PageRecord& page) const {
   const char* text =
-      page.fixed ? "page '{}' may have a pending update, which a raw pointer (numpy(), DLPack, "
-                   "data_ptr()) does not wait for: call engine.finish(), read a copy (clone()), {}"
-                 : "page '{}' is read by a raw pointer (numpy(), DLPack, data_ptr()), and nothing "
-                   "keeps it where it is: read a copy (clone()), {}";
+      page.fixed
+          ? "page '{}' may have a pending update, which a raw pointer (numpy(), DLPack, "
+            "data_ptr()) does not wait for: call engine.finish(), read a copy (clone()), {}"
+          : "page '{}' may be evicted, so its raw pointer (numpy(), DLPack, data_ptr()) is not "
+            "available: read a copy (clone()), {}";
   return fmt::format(fmt::runtime(text), page.name(), advice_);
 }
 
@@ -69,17 +73,41 @@ void Bindings::changed(PageRecord& page, const Lock& lock) {
   if (!page.bound || page.shut) unbind(page, lock);
 }
 
+/// This thread's latest one of the page; null: there is none.
+Bindings::Denial* Bindings::mine(const Page& page) noexcept {
+  const auto found = std::find_if(denials_.rbegin(), denials_.rend(), [&](const Denial& denial) {
+    return denial.page == &page && denial.mine();
+  });
+  return found == denials_.rend() ? nullptr : &*found;
+}
+
+/// Whether the storage throws to whoever asks it now.
+bool Bindings::denied_now(const PageRecord& page) const noexcept {
+  return std::any_of(denials_.begin(), denials_.end(), [&](const Denial& denial) {
+    return denial.page == &page && denial.in_force &&
+           (!denial.mine() || thread_pins::count(page) <= denial.outer);
+  });
+}
+
+void Bindings::announce_denial(std::span<const Access> accesses, const std::string& why,
+                               const Lock& /*lock*/) noexcept {
+  for (const Access& access : accesses) {
+    if (record_of(*access.page).binding == nullptr) continue;
+    try {
+      denials_.push_back(
+          {access.page, std::this_thread::get_id(), why, thread_pins::count(*access.page)});
+    } catch (const std::bad_alloc&) {  // other threads do not hear of it
+    }
+  }
+}
+
+/// What the user holds, and what operators around this one have, is bound again by allow().
 void Bindings::deny(std::span<const Access> accesses, const std::string& why,
                     const Lock& /*lock*/) noexcept {
   for (const Access& access : accesses) {
     PageRecord& page = record_of(*access.page);
     if (page.binding == nullptr) continue;
-    try {
-      denials_.push_back({&page, std::this_thread::get_id(), why});
-    } catch (const std::bad_alloc&) {  // other threads do not hear of it
-    }
-    // A page that other operators run on stays as it is; one that a user holds is bound again.
-    if (page.bound && page.pins > page.holds) continue;
+    if (Denial* denial = mine(page)) denial->in_force = true;
     page.binding->unbind(why);
     page.bound = false;
     page.shut = false;
@@ -90,12 +118,10 @@ void Bindings::deny(std::span<const Access> accesses, const std::string& why,
 void Bindings::allow(std::span<const Access> accesses, const Lock& lock) noexcept {
   for (const Access& access : accesses) {
     PageRecord& page = record_of(*access.page);
-    const auto mine = std::find_if(denials_.begin(), denials_.end(), [&](const Denial& denial) {
-      return denial.page == &page && denial.thread == std::this_thread::get_id();
-    });
-    if (mine != denials_.end()) denials_.erase(mine);
+    if (const Denial* denial = mine(page))
+      denials_.erase(denials_.begin() + (denial - &denials_[0]));
     if ((page.bound && !page.shut) || page.binding == nullptr) continue;
-    if (page.holds > 0 && page.residency == Residency::Resident) {
+    if (page.pins > 0 && page.residency == Residency::Resident && !denied_now(page)) {
       bind(page, lock);
     } else {
       unbind(page, lock);
@@ -104,12 +130,22 @@ void Bindings::allow(std::span<const Access> accesses, const Lock& lock) noexcep
 }
 
 bool Bindings::denied_to_others(std::span<const Access> accesses, const Lock& /*lock*/) const {
+  if (denials_.empty()) return false;
+  const bool awaited =
+      !thread_pins::all().empty() ||
+      std::any_of(denials_.begin(), denials_.end(), [](const Denial& d) { return d.mine(); });
   return std::any_of(denials_.begin(), denials_.end(), [&](const Denial& denial) {
-    const bool ours = std::any_of(accesses.begin(), accesses.end(),
-                                  [&](const Access& access) { return access.page == denial.page; });
-    return ours && denial.thread != std::this_thread::get_id() &&
-           thread_pins::count(*denial.page) == 0;
+    if (denial.mine() || (awaited && !denial.in_force)) return false;
+    // What operators around this one have is denied to others while it was lent.
+    return thread_pins::count(*denial.page) > 0 ||
+           std::any_of(accesses.begin(), accesses.end(),
+                       [&](const Access& access) { return access.page == denial.page; });
   });
+}
+
+bool Bindings::denies(const PageRecord& page, const Lock& /*lock*/) const noexcept {
+  return std::any_of(denials_.begin(), denials_.end(),
+                     [&](const Denial& denial) { return denial.page == &page && !denial.mine(); });
 }
 
 void Bindings::refuse(std::string why, const Lock& /*lock*/) noexcept {

@@ -2,6 +2,7 @@
 // Included by the pager's own files alone.
 #pragma once
 
+#include <cstdint>
 #include <span>
 #include <string>
 #include <thread>
@@ -33,13 +34,19 @@ class Bindings {
   /// what to throw.
   void changed(PageRecord& page, const Lock& lock);
 
-  /// The storages of these pages throw `why` to an operator of this thread, until allow().
+  /// An operator of this thread cannot have these pages: deny() comes, when nobody runs on them.
+  void announce_denial(std::span<const Access> accesses, const std::string& why,
+                       const Lock& lock) noexcept;
+  /// The storages of these pages throw `why` from now on, until allow(). Operators inside the one
+  /// that is denied may have them all the same.
   void deny(std::span<const Access> accesses, const std::string& why, const Lock& lock) noexcept;
   void allow(std::span<const Access> accesses, const Lock& lock) noexcept;
-  /// Whether an operator of another thread is about to throw because it cannot have one of these.
-  /// If they came now it could find some of them, and then others in their place. (What runs inside
-  /// such an operator is of the same thread; and who has a page already does not wait for it.)
+  /// Whether a touch of these waits for an operator of another thread that is about to throw: if
+  /// they came now it could find some of them, and then others in their place. Before a denial is
+  /// in force only those wait for it whom nobody can wait for.
   bool denied_to_others(std::span<const Access> accesses, const Lock& lock) const;
+  /// Whether an operator of another thread has been denied the page and has not ended.
+  bool denies(const PageRecord& page, const Lock& lock) const noexcept;
 
   /// From now on every page throws `why`.
   void refuse(std::string why, const Lock& lock) noexcept;
@@ -49,14 +56,20 @@ class Bindings {
   void require_not_refused(const Lock& lock) const;
 
  private:
-  std::string message(const PageRecord& page) const;
-
   /// A page whose storage throws `why`, for an operator of that thread.
   struct Denial {
     const Page* page;
     std::thread::id thread;
     std::string why;
+    std::uint32_t outer = 0;  // pins of operators around that one
+    bool in_force = false;
+
+    bool mine() const noexcept { return thread == std::this_thread::get_id(); }
   };
+
+  std::string message(const PageRecord& page) const;
+  Denial* mine(const Page& page) noexcept;
+  bool denied_now(const PageRecord& page) const noexcept;
 
   const std::string advice_;
   std::string refused_;

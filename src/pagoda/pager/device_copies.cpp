@@ -2,6 +2,7 @@
 #include "pagoda/pager/device_copies.h"
 
 #include <utility>
+#include <vector>
 
 #include "pagoda/pager/home_reads.h"
 
@@ -13,15 +14,20 @@ DeviceCopies::DeviceCopies(PageTable& table, Tiers& tiers, Bindings& bindings)
       bindings_(bindings),
       stream_(tiers.device()->make_stream({.name = "room"})) {}
 
-bool DeviceCopies::try_take(PageRecord& page, const Lock& lock) {
+bool DeviceCopies::try_take(PageRecord& page, const Lock& /*lock*/) {
   auto block = tiers_.arena().try_allocate(page.bytes(), *stream_, page.name());
   if (!block) return false;
   page.block = std::move(*block);
-  reuse(page, lock);
+  page.ready = stream_->mark();
   return true;
 }
 
-void DeviceCopies::reuse(PageRecord& page, const Lock& /*lock*/) {
+void DeviceCopies::reuse(PageRecord& page, const Lock& lock) {
+  // What read home to fill it before may still be at it, and kernels at what came.
+  if (page.ready.event != nullptr) home_reads::note(page, std::move(page.ready), lock);
+  std::vector<device::Mark> taken;
+  page.block.mark_users(taken);
+  page.block.wait_for_users(*stream_);
   page.ready = stream_->mark();
 }
 

@@ -19,7 +19,7 @@ class DeviceCopies {
 
   /// False: there is no room for the page.
   bool try_take(PageRecord& page, const Lock& lock);
-  /// The copy of now is to be overwritten, in the block that it has.
+  /// The copy of now is to be overwritten, in the block that it has, when its users are done.
   void reuse(PageRecord& page, const Lock& lock);
   /// Forgets the resident copy; home has the bytes, or nobody wants these any more.
   void drop(PageRecord& page, const Lock& lock);

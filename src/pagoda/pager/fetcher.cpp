@@ -65,6 +65,9 @@ void Fetcher::start_ahead(PageRecord& page, const Lock& lock) {
 /// What to fetch is decided now: by the time a thread is free, the page may have another pending
 /// update, and whoever has to make that waits for this fetch.
 void Fetcher::start(PageRecord& page, Source source, Priority priority, const Lock& lock) {
+  PAGODA_CHECK(!page.has_pending_update(), "page {} is fetched while it is updated", page.name());
+  const Residency was = page.residency;
+  source.in_place = was == Residency::Resident;
   table_.set_residency(page, Residency::Fetching, lock);
   page.fetch_error = nullptr;
   ++running_;
@@ -72,7 +75,7 @@ void Fetcher::start(PageRecord& page, Source source, Priority priority, const Lo
     (void)threads_.submit([this, &page, source] { fetch(page, source); }, priority);
   } catch (...) {  // no memory for the job: nobody may wait for it
     --running_;
-    table_.set_residency(page, Residency::Absent, lock);
+    table_.set_residency(page, was, lock);
     throw;
   }
 }
@@ -126,8 +129,12 @@ void Fetcher::fetch(PageRecord& page, Source source) {
     if (error != nullptr) {
       page.prefetched = false;
       page.ready = ready;
-      copies_.drop(page, lock);
-      --table_.stats(lock).evictions;
+      if (source.in_place) {  // whoever has its address keeps it
+        page.resident_version = PageRecord::kNoVersion;
+      } else {
+        copies_.drop(page, lock);
+        --table_.stats(lock).evictions;
+      }
       page.fetch_error = std::move(error);
     } else {
       page.ready = in_order_at_once ? device::Mark{} : ready;

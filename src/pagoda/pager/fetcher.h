@@ -52,6 +52,7 @@ class Fetcher {
   struct Source {
     std::uint64_t version = 0;
     const Home* next = nullptr;  // where it is, if not at home
+    bool in_place = false;       // over a copy whose address is in use
   };
 
   void start(PageRecord& page, Source source, Priority priority, const Lock& lock);

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "pagoda/pager/holds.h"
 
+#include <algorithm>
+#include <exception>
 #include <utility>
 
 #include "pagoda/base/error.h"
@@ -14,7 +16,11 @@ void Holds::add(PageRecord& page, bool write, RawWrites writes, Lock& lock) {
   // No update of a page begins while it is held: writes count as when its first hold was made.
   if (page.holds == 0 && writes == RawWrites::Refuse) copy_bytes(page, lock);
   try {
-    if (!write) keep(page, lock);
+    if (page.holds == 0) {
+      if (!write) keep(page, lock);
+    } else if (tiers_.device_is_host()) {
+      (void)note_write(page, lock);  // by pointers of the holds before
+    }
   } catch (...) {
     if (page.holds == 0) page.held_copy = {};
     throw;
@@ -92,12 +98,15 @@ bool Holds::put_back(PageRecord& page, Lock& lock) noexcept {
 
 /// Whether the resident copy has bytes that must not be seen.
 bool Holds::note_write(PageRecord& page, Lock& lock) {
+  if (page.spoiled()) return true;
   bool written = page.held_for_write;
   if (tiers_.device_is_host()) {
     const std::span bytes(page.device_block().data(), page.bytes());
     const std::uint64_t sum = io::checksum(bytes);
-    if (sum != page.held_sum && page.held_writes != RawWrites::Count)
+    if (sum != page.held_sum && page.held_writes != RawWrites::Count &&
+        std::find(reported_.begin(), reported_.end(), page.name()) == reported_.end()) {
       reported_.push_back(page.name());
+    }
     if (sum != page.held_sum && page.held_writes == RawWrites::Refuse) {
       if (!page.held_copy) return true;
       if (put_back(page, lock)) return false;
@@ -106,32 +115,45 @@ bool Holds::note_write(PageRecord& page, Lock& lock) {
     page.held_sum = sum;
   }
   if (written) page.contents = Contents::Dirty;
+  if (page.held_for_write) {  // by kernels that may not have run yet
+    std::vector<device::Mark> taken;
+    page.device_block().mark_users(taken);
+  }
   return false;
 }
 
-/// They stay while they are held, whatever happens to the table meanwhile.
-std::vector<PageRecord*> Holds::held(const Lock& lock) const {
-  std::vector<PageRecord*> out;
-  for (PageRecord* page : table_.pages(lock)) {
-    if (page != nullptr && page->holds > 0) out.push_back(page);
+/// By number: note_write() opens the lock, and a page may go meanwhile with its last hold.
+template <class Visit>
+void Holds::for_each_held(Lock& lock, const Visit& visit) {
+  for (PageId id = 0; id < table_.pages(lock).size(); ++id) {
+    PageRecord* page = table_.pages(lock)[id];
+    if (page == nullptr || page->holds == 0) continue;
+    table_.pin(*page, lock);  // it stays while it is looked at
+    std::exception_ptr error;
+    try {
+      visit(*page);
+    } catch (...) {
+      error = std::current_exception();
+    }
+    table_.unpin(*page, lock);
+    bindings_.unpinned(*page, lock);
+    table_.notify();
+    if (error != nullptr) std::rethrow_exception(error);
   }
-  return out;
 }
 
 void Holds::find_writes(Lock& lock) {
-  for (PageRecord* page : held(lock)) {
-    if (page->holds == 0) continue;
-    (void)note_write(*page, lock);
-    page->held_writes = RawWrites::Count;  // the step has begun
-    page->held_copy = {};
-  }
+  for_each_held(lock, [&](PageRecord& page) {
+    (void)note_write(page, lock);
+    page.held_writes = RawWrites::Count;  // the step has begun
+    page.held_copy = {};
+  });
 }
 
 std::vector<std::string> Holds::take_reported(Lock& lock) {
-  for (PageRecord* page : held(lock)) {
-    if (page->holds == 0 || page->held_writes == RawWrites::Count) continue;
-    (void)note_write(*page, lock);
-  }
+  for_each_held(lock, [&](PageRecord& page) {
+    if (page.held_writes != RawWrites::Count) (void)note_write(page, lock);
+  });
   return std::exchange(reported_, {});
 }
 

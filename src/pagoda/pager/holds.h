@@ -15,8 +15,8 @@ class Holds {
  public:
   using Lock = PageTable::Lock;
 
-  Holds(PageTable& table, Tiers& tiers, Homes& homes, DeviceCopies& copies)
-      : table_(table), tiers_(tiers), homes_(homes), copies_(copies) {}
+  Holds(PageTable& table, Tiers& tiers, Bindings& bindings, Homes& homes, DeviceCopies& copies)
+      : table_(table), tiers_(tiers), bindings_(bindings), homes_(homes), copies_(copies) {}
 
   /// One more hold of a page that an operator has pinned: the pin is the hold's. `writes`: what
   /// becomes of those by raw pointers.
@@ -33,12 +33,14 @@ class Holds {
 
  private:
   bool put_back(PageRecord& page, Lock& lock) noexcept;
-  std::vector<PageRecord*> held(const Lock& lock) const;
+  template <class Visit>
+  void for_each_held(Lock& lock, const Visit& visit);
   bool note_write(PageRecord& page, Lock& lock);
   void copy_bytes(PageRecord& page, Lock& lock);
 
   PageTable& table_;
   Tiers& tiers_;
+  Bindings& bindings_;
   Homes& homes_;
   DeviceCopies& copies_;
   std::vector<std::string> reported_;  // guarded by the table's lock

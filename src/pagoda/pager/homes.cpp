@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstring>
 #include <utility>
+#include <vector>
 
 #include "pagoda/base/error.h"
 #include "pagoda/base/trace.h"
@@ -37,9 +38,31 @@ void Homes::create(PageRecord& page, Placement placement, const std::byte* bytes
   page.fill();
 }
 
+void Homes::mark_users(const PageRecord& page) {
+  std::vector<device::Mark> taken;
+  page.device_block().mark_users(taken);
+}
+
+device::Stream& Homes::wait_for_users(const PageRecord& page) {
+  mark_users(page);
+  page.device_block().wait_for_users(*stream_);
+  return *stream_;
+}
+
+/// The stream, or the host, goes on when all is there that was written to the resident copy: by the
+/// copy that brought it, by operators, and by kernels under a pin.
+void Homes::wait_for_writes(const PageRecord& page, device::Stream* stream) {
+  for (const device::Mark* mark : {&page.ready, &page.written}) {
+    if (mark->event == nullptr) continue;
+    stream != nullptr ? stream->wait(*mark->event) : mark->event->wait();
+  }
+  if (!page.device_block()) return;
+  stream != nullptr ? page.device_block().wait_for_users(*stream)
+                    : page.device_block().wait_for_users();
+}
+
 void Homes::copy_in(PageRecord& page, const std::byte* bytes) {
   const std::lock_guard writing(mutex_);
-  if (const auto arrived = page.ready.event) arrived->wait();
   stream_->copy_async(page.device_block().on(*stream_), bytes, page.bytes(),
                       device::Direction::DeviceToDevice, page.name());
   stream_->synchronize();
@@ -50,8 +73,7 @@ std::uint64_t Homes::checksum(const PageRecord& page, bool of_own_copy) {
   constexpr Bytes kBlock = 4_KiB;
   std::uint64_t sum = 0;
   const std::lock_guard writing(mutex_);
-  if (page.ready.event != nullptr) stream_->wait(*page.ready.event);
-  if (page.written.event != nullptr) stream_->wait(*page.written.event);
+  wait_for_writes(page, stream_.get());
   const Bytes most = std::max(kBlock, align_down(options_.staging, kBlock));
   for (Bytes done = 0; done < page.bytes();) {
     const Bytes piece = std::min({most, options_.staging, page.bytes() - done});
@@ -91,12 +113,12 @@ void Homes::write_back(PageRecord& page) {
 void Homes::keep_before(PageRecord& page, Lock& lock) {
   const bool has_master = pending_updates_ != nullptr && page.element_size == 2;
   if (!page.fixed || !has_master || page.dirty() || page.before) return;
+  const std::uint64_t wanted = page.wanted;
   lock.unlock();
   Home copy = tiers_.allocate(page.bytes(), Placement::Host, tag::kParameters, page.name());
   {
     const std::lock_guard writing(mutex_);
-    if (page.ready.event != nullptr) page.ready.event->wait();
-    if (page.written.event != nullptr) page.written.event->wait();
+    wait_for_writes(page, nullptr);
     for (Bytes done = 0; done < page.bytes();) {
       const std::span buffer(staging_.data(), std::min(options_.staging, page.bytes() - done));
       tiers_.read(page.home, done, buffer);
@@ -105,12 +127,12 @@ void Homes::keep_before(PageRecord& page, Lock& lock) {
     }
   }
   lock.lock();
-  if (!page.before) page.before = std::move(copy);
+  if (!page.before && page.wanted == wanted) page.before = std::move(copy);
 }
 
 /// Tells whoever makes the updates what user code has changed in a fixed page. Under mutex_,
 /// without the lock.
-void Homes::update_masters_of_fixed(PageRecord& page) {
+void Homes::update_masters_of_fixed(PageRecord& page, const Home& kept_before) {
   const Range kept =
       pending_updates_->kept(page, options_.sharding.of(page.elements, options_.rank));
   const Bytes size = page.element_size;
@@ -120,7 +142,7 @@ void Homes::update_masters_of_fixed(PageRecord& page) {
     const std::span after(staging_.data(), piece);
     const std::span before(staging_.data() + options_.staging / 2, piece);
     tiers_.read(page.home, at, after);
-    tiers_.read(page.before, at, before);
+    tiers_.read(kept_before, at, before);
     pending_updates_->overwritten(page, at / size, piece / size, before.data(), after.data());
     at += piece;
   }
@@ -129,16 +151,15 @@ void Homes::update_masters_of_fixed(PageRecord& page) {
 void Homes::write_back(PageRecord& page, Lock& lock) {
   if (page.fixed) {
     page.clean();
-    if (!page.before) return;
+    // Its own: a write that begins while the lock is open keeps another one.
+    const Home before = std::exchange(page.before, {});
     lock.unlock();
     {
       const std::lock_guard writing(mutex_);
-      if (page.ready.event != nullptr) page.ready.event->wait();
-      if (page.written.event != nullptr) page.written.event->wait();
-      update_masters_of_fixed(page);
+      wait_for_writes(page, nullptr);  // whoever reads home from now on finds them
+      if (before) update_masters_of_fixed(page, before);
     }
     lock.lock();
-    page.before = {};
     return;
   }
   table_.set_residency(page, Residency::Leaving, lock);
@@ -147,8 +168,7 @@ void Homes::write_back(PageRecord& page, Lock& lock) {
   try {
     PAGODA_TRACE("pager", "write back", {"page", page.name()}, {"bytes", page.bytes()});
     const std::lock_guard writing(mutex_);
-    if (page.ready.event != nullptr) stream_->wait(*page.ready.event);
-    if (page.written.event != nullptr) stream_->wait(*page.written.event);
+    wait_for_writes(page, stream_.get());
     for (const device::Mark& mark : page.reading) stream_->wait(*mark.event);
     store(page, page.block.on(*stream_));
   } catch (Error& failure) {
@@ -312,6 +332,7 @@ void Homes::write(PageRecord& page, Bytes piece, const WritePiece& write) {
     lock.unlock();
     const std::lock_guard writing(mutex_);
     if (page.written.event != nullptr) page.written.event->wait();
+    if (page.fixed) mark_users(page);
     piece = std::min(piece, options_.staging);
     for (Bytes at = 0; at < page.home.size();) {
       const std::span bytes(staging_.data(), std::min(piece, page.home.size() - at));

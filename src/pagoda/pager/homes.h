@@ -44,7 +44,11 @@ class Homes {
   /// A fixed page is written in place: masters can only follow if what it held is kept. The page is
   /// pinned; the lock is open meanwhile.
   void keep_before(PageRecord& page, Lock& lock);
-  /// The resident copy, which is pinned, becomes what is at `bytes` in device memory.
+  /// The stream of copy_in(), which goes on when those are done that use the resident copy, which
+  /// is pinned.
+  device::Stream& wait_for_users(const PageRecord& page);
+  /// The resident copy, which is pinned for that stream, becomes what is at `bytes` in device
+  /// memory.
   void copy_in(PageRecord& page, const std::byte* bytes);
   /// Of the resident copy, which is pinned, or of this rank's own one.
   std::uint64_t checksum(const PageRecord& page, bool of_own_copy);
@@ -60,8 +64,10 @@ class Homes {
   void fill_blank(PageRecord& page);
 
  private:
+  static void mark_users(const PageRecord& page);
+  static void wait_for_writes(const PageRecord& page, device::Stream* stream);
   void store(PageRecord& page, const std::byte* from);
-  void update_masters_of_fixed(PageRecord& page);
+  void update_masters_of_fixed(PageRecord& page, const Home& kept_before);
   void update_masters(PageRecord& page, Range shard, Range written, const std::byte* after);
   template <class Work>
   void run_exclusive(PageRecord& page, Lock& lock, const Work& work);

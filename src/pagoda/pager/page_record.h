@@ -41,6 +41,7 @@ struct alignas(64) PageRecord final : Page {
   bool dead = false;           // its storage is gone
   std::uint32_t pins = 0;      // operators in flight, and holds
   std::uint32_t holds = 0;     // of these, the user's
+  std::uint32_t lent = 0;      // of these, those of operators that wait: PageTable::wait_lending()
   /// Updates that home has seen, undone ones included, and that it must have seen before anybody
   /// may look.
   std::uint64_t version = 0;
@@ -73,7 +74,7 @@ struct alignas(64) PageRecord final : Page {
   const Home* next = nullptr;
   /// What a fixed page held when user code began to write to it, until masters have followed.
   Home before;
-  std::uint64_t resident_version = 0;
+  std::uint64_t resident_version = 0;  // or kNoVersion
   /// Of its bytes while it is held, where the host can read them: finds writes by raw pointers.
   std::uint64_t held_sum = 0;
   /// …and the bytes themselves, where such writes are refused.
@@ -82,6 +83,9 @@ struct alignas(64) PageRecord final : Page {
   /// Behind what streams have been given that reads home, beside the copy that `ready` is behind:
   /// lookups, and copies to where the page has been dropped from since.
   std::vector<device::Mark> reading;
+
+  /// Of a copy that was being overwritten where it is, in vain.
+  static constexpr std::uint64_t kNoVersion = ~std::uint64_t{0};
 
   /// Under the lock; whoever has the former name keeps it.
   void rename(std::string to) {
@@ -111,12 +115,15 @@ struct alignas(64) PageRecord final : Page {
   bool evictable(bool may_be_dirty) const noexcept {
     return residency == Residency::Resident && pins == 0 && !fixed && (may_be_dirty || !dirty());
   }
+  /// An operator runs on it, of another thread unless this one has lent its pins.
+  bool in_use() const noexcept { return pins > holds + lent; }
   bool whole_home() const noexcept { return home_range.size() == elements; }
   bool has_pending_update() const noexcept { return version < wanted; }
   /// A fetch would bring what is out of date soon, or has to wait.
   bool awaits_update() const noexcept {
     return has_pending_update() || (superseded && next == nullptr);
   }
+  bool spoiled() const noexcept { return resident_version == kNoVersion; }
   /// The copy on the device, if there is one, is of the version that anybody may see.
   bool current() const noexcept { return fixed || resident_version == wanted; }
 

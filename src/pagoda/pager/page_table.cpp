@@ -3,6 +3,8 @@
 
 #include <utility>
 
+#include "pagoda/pager/thread_pins.h"
+
 namespace pagoda::pager {
 
 PageRecord& PageTable::add(std::string name, std::uint64_t elements, Bytes element_size,
@@ -52,6 +54,31 @@ void PageTable::pin(PageRecord& page, const Lock& lock) noexcept {
 void PageTable::unpin(PageRecord& page, const Lock& lock) noexcept {
   --page.pins;
   recount(page, lock);
+  notify_pin_waiters(lock);
+}
+
+void PageTable::wait_lending(Lock& lock) {
+  lend(lock);
+  changed_.wait(lock);
+  take_back(lock);
+}
+
+void PageTable::lend(const Lock& lock) noexcept {
+  for (const Page* page : thread_pins::all()) {
+    if (PageRecord* record = mine(*page)) ++record->lent;
+  }
+  notify_pin_waiters(lock);
+}
+
+void PageTable::take_back(const Lock& /*lock*/) noexcept {
+  for (const Page* page : thread_pins::all()) {
+    if (PageRecord* record = mine(*page)) --record->lent;
+  }
+}
+
+/// A thread's operators may have pages of several pagers.
+PageRecord* PageTable::mine(const Page& page) const noexcept {
+  return page.id < by_id_.size() && by_id_[page.id] == &page ? by_id_[page.id] : nullptr;
 }
 
 void PageTable::recount(PageRecord& page, const Lock& /*lock*/) noexcept {

@@ -2,6 +2,7 @@
 // Included by the pager's own files alone.
 #pragma once
 
+#include <cstdint>
 #include <memory>
 #include <span>
 #include <string>
@@ -35,6 +36,31 @@ class PageTable final : public Occupancy {
     changed_.wait(lock, done);
   }
   void notify() noexcept { changed_.notify_all(); }
+
+  // For those who wait until operators of other threads let go of pages, or have thrown. They may
+  // be inside an operator that has pages itself, and so may the others: these pages are lent
+  // meanwhile, which says that nobody runs on them, and that waiting for them would never end.
+  void wait_lending(Lock& lock);
+  template <class Done>
+  void wait_lending(Lock& lock, const Done& done) {
+    lend(lock);
+    notify();
+    changed_.wait(lock, done);
+    take_back(lock);
+  }
+  /// The same, asking `done` whenever a page was unpinned or lent as well.
+  template <class Done>
+  void wait_for_pins(Lock& lock, const Done& done) {
+    lend(lock);
+    notify();
+    ++pin_waiters_;
+    unpinned_.wait(lock, done);
+    --pin_waiters_;
+    take_back(lock);
+  }
+  void notify_pin_waiters(const Lock& /*lock*/) noexcept {
+    if (pin_waiters_ > 0) unpinned_.notify_all();
+  }
 
   PageRecord& add(std::string name, std::uint64_t elements, Bytes element_size, const Lock& lock);
   void remove(PageRecord& page, const Lock& lock);
@@ -70,9 +96,15 @@ class PageTable final : public Occupancy {
   std::uint64_t changes() const override { return changes_; }
 
  private:
+  void lend(const Lock& lock) noexcept;
+  void take_back(const Lock& lock) noexcept;
+  PageRecord* mine(const Page& page) const noexcept;
+
   Tiers& tiers_;
   mutable RankedMutex<LockRank::PageTable> mutex_;
   Condition changed_;
+  Condition unpinned_;
+  std::uint32_t pin_waiters_ = 0;                   // guarded by mutex_
   std::vector<std::unique_ptr<PageRecord>> pages_;  // guarded by mutex_
   std::vector<PageRecord*> by_id_;                  // guarded by mutex_; parallel to pages_
   std::vector<PageId> resident_;                    // guarded by mutex_

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "pagoda/pager/pager.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "pagoda/base/error.h"
@@ -24,9 +25,14 @@ struct Pager::Parts {
         fetcher(table, tiers, options, copies,
                 [this](const Lock& lock) { room.fetch_ahead(lock); }),
         room(table, tiers, bindings, copies, homes, fetcher),
-        holds(table, tiers, homes, copies),
+        holds(table, tiers, bindings, homes, copies),
         versions(table, bindings, copies, room),
         touches(table, tiers, options, bindings, copies, homes, fetcher, room) {}
+
+  /// No operator of another thread has the page, or is denied it.
+  bool unused(const PageRecord& page, const Lock& lock) const {
+    return page.pins <= page.holds + thread_pins::count(page) && !bindings.denies(page, lock);
+  }
 
   PageTable table;
   Bindings bindings;
@@ -52,6 +58,7 @@ void Pager::stop_fetching() noexcept {
   {
     const Lock lock = parts_->table.lock();
     parts_->bindings.refuse("the engine has ended", lock);  // nor is anything fetched ahead
+    parts_->table.notify();
   }
   parts_->fetcher.stop();
 }
@@ -59,6 +66,12 @@ void Pager::stop_fetching() noexcept {
 Pager::~Pager() {
   stop_fetching();
   Lock lock = parts_->table.lock();
+  parts_->table.wait_for_pins(lock, [&] {
+    const auto pages = parts_->table.pages(lock);
+    return std::all_of(pages.begin(), pages.end(), [&](const PageRecord* page) {
+      return page == nullptr || parts_->unused(*page, lock);
+    });
+  });
   for (PageRecord* page : parts_->table.pages(lock)) {
     if (page == nullptr) continue;
     if (page->bound) parts_->bindings.unbind(*page, lock);
@@ -138,6 +151,10 @@ void Pager::drop(Page& page) {
   Lock lock = parts_->table.lock();
   for (;;) {
     parts_->table.wait(lock, [&] { return !record.moving() && record.readers == 0; });
+    if (!parts_->unused(record, lock)) {
+      parts_->table.wait_for_pins(lock, [&] { return parts_->unused(record, lock); });
+      continue;
+    }
     if (!home_reads::any(record, lock)) break;
     home_reads::wait_ignoring_errors(record,
                                      lock);  // the lock is open: it may be fetched ahead meanwhile
@@ -162,7 +179,7 @@ Hold Pager::hold(Page& page, device::Stream* consumer, bool write, RawWrites wri
   const Access access{&page, write};
   Pin pin = touch({&access, 1}, 0, consumer);
   if (consumer != nullptr) parts_->touches.wait_for_copies({&access, 1});  // for any stream
-  wait_for_other_ranks(page);
+  wait_until_writable(page);
   Lock lock = parts_->table.lock();
   parts_->holds.add(record_of(page), write, writes, lock);
   thread_pins::forget(page);  // touch() has just put it there; any thread may let go of a hold
@@ -172,11 +189,11 @@ Hold Pager::hold(Page& page, device::Stream* consumer, bool write, RawWrites wri
   lock.unlock();
   // From here on no early update begins; of a page that has one copy only, one that had begun reads
   // what the pointer may write to.
-  if (in_place) wait_for_other_ranks(page);
+  if (in_place) wait_until_writable(page);
   return hold;
 }
 
-void Pager::wait_for_other_ranks(Page& page) {
+void Pager::wait_until_writable(Page& page) {
   PendingUpdates* updates = parts_->homes.pending_updates(parts_->table.lock());
   if (updates != nullptr) updates->about_to_hold(page);
 }
@@ -203,6 +220,15 @@ bool Pager::pinned_by_this_thread(const Page& page) noexcept {
   return thread_pins::count(page) > 0;
 }
 
+bool Pager::any_pinned_by_this_thread() noexcept {
+  return !thread_pins::all().empty();
+}
+
+void Pager::wait_until_unused(Page& page) {
+  Lock lock = parts_->table.lock();
+  parts_->table.wait_for_pins(lock, [&] { return parts_->unused(record_of(page), lock); });
+}
+
 Bytes Pager::needed(std::span<const Access> accesses) const {
   const Bytes alignment = device::ArenaOptions().alignment;
   const Lock lock = parts_->table.lock();
@@ -214,13 +240,21 @@ Bytes Pager::needed(std::span<const Access> accesses) const {
 }
 
 void Pager::deny(std::span<const Access> accesses, const std::string& why) noexcept {
-  parts_->bindings.deny(accesses, why, parts_->table.lock());
+  Lock lock = parts_->table.lock();
+  parts_->bindings.announce_denial(accesses, why, lock);
+  parts_->table.wait_for_pins(lock, [&] {
+    return !parts_->bindings.denied_to_others(accesses, lock) &&
+           std::none_of(accesses.begin(), accesses.end(),
+                        [](const Access& access) { return record_of(*access.page).in_use(); });
+  });
+  parts_->bindings.deny(accesses, why, lock);
 }
 
 void Pager::allow(std::span<const Access> accesses) noexcept {
   const Lock lock = parts_->table.lock();
   parts_->bindings.allow(accesses, lock);
   parts_->table.notify();
+  parts_->table.notify_pin_waiters(lock);
 }
 
 void Pager::refuse(std::string why) noexcept {
@@ -231,6 +265,14 @@ void Pager::refuse(std::string why) noexcept {
 
 // Versions.
 
+void Pager::note_user(device::Stream& stream) {
+  const Lock lock = parts_->table.lock();
+  for (const PageRecord* page : parts_->table.pages(lock)) {
+    if (page == nullptr || (!page->fixed && page->holds == 0) || !page->device_block()) continue;
+    page->device_block().touch(stream);
+  }
+}
+
 std::vector<Page*> Pager::mark_pending(std::span<Page* const> pages) {
   return parts_->versions.mark_pending(pages);
 }
@@ -239,7 +281,7 @@ void Pager::refresh(std::span<Page* const> pages) {
   for (Page* page : pages) {
     const Access access{page, false};
     touch({&access, 1}, 0, nullptr).release();
-    wait_for_other_ranks(*page);
+    wait_until_writable(*page);
     Lock lock = parts_->table.lock();
     if (record_of(*page).holds > 0) parts_->holds.keep(record_of(*page), lock);
   }
@@ -304,8 +346,10 @@ Range Pager::home_range(const Page& page) noexcept {
 }
 
 void Pager::overwrite(Page& page, const std::byte* bytes) {
-  const Access access{&page, true};
-  const Pin pin = touch({&access, 1}, 0, nullptr);
+  const Access read{&page, false};
+  const Pin there = touch({&read, 1}, 0, nullptr);
+  const Access write{&page, true};
+  const Pin pin = touch({&write, 1}, 0, &parts_->homes.wait_for_users(record_of(page)));
   parts_->homes.copy_in(record_of(page), bytes);
 }
 

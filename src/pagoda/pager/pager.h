@@ -45,7 +45,7 @@ class Pager {
   Pager(Tiers& tiers, Options options);
   Pager(const Pager&) = delete;
   Pager& operator=(const Pager&) = delete;
-  /// Waits for fetches under way. Pages still bound are unbound.
+  /// Waits for fetches and operators under way. Pages still bound are unbound.
   ~Pager();
   /// The same, before what fetches need goes: drops those that have not begun. Nobody touches a
   /// page from now on.
@@ -70,7 +70,7 @@ class Pager {
   void storage_died(Page& page) noexcept;
   /// …which is this one: no binding of a storage that has died is called after it.
   void drop_dead_pages();
-  /// Forgets a page; nobody touches it any more.
+  /// Forgets a page, when operators that have it have ended; nobody touches it any more.
   void drop(Page& page);
 
   /// Brings every page in and pins it. With a `consumer` its stream waits for the bytes, otherwise
@@ -91,17 +91,25 @@ class Pager {
 
   /// Whether an operator of the calling thread has the page.
   static bool pinned_by_this_thread(const Page& page) noexcept;
+  /// …or any page, of any pager.
+  static bool any_pinned_by_this_thread() noexcept;
+  /// Returns when no operator of another thread has the page, or is about to throw because of it.
+  /// Nobody touches it from now on.
+  void wait_until_unused(Page& page);
 
   /// Bytes of the arena that a touch of these pages takes, beside those that live there.
   Bytes needed(std::span<const Access> accesses) const;
   /// After touch() threw: the storages of these pages throw `why` when the operator asks them for
-  /// its bytes, until allow(). Pages that other operators run on stay as they are; those that want
-  /// to on other threads wait.
+  /// its bytes, until allow(). Returns when no operator of another thread runs on them; those that
+  /// want to wait.
   void deny(std::span<const Access> accesses, const std::string& why) noexcept;
   void allow(std::span<const Access> accesses) noexcept;
   /// From now on every touch throws `why`, with the page's storage.
   void refuse(std::string why) noexcept;
 
+  /// What `stream` has been given may use every page that stays where it is, without an operator
+  /// that said so: a CUDA graph that is replayed, a kernel under a pin. Before mark_pending().
+  void note_user(device::Stream& stream);
   /// From now on these pages have one more pending update: nobody sees them before updated().
   /// Returns when nobody reads their homes any more. Not while an operator runs on them. The
   /// result: those that raw pointers may read all the same, for user code holds them or keeps a
@@ -199,7 +207,8 @@ class Pager {
 
   void unpin(std::span<const Access> accesses, device::Stream* consumer) noexcept;
   void release_hold(Page& page) noexcept;
-  void wait_for_other_ranks(Page& page);
+  /// Until neither another rank nor an early update still has to read what it holds now.
+  void wait_until_writable(Page& page);
   void end_lookup(Page& page, device::Stream* consumer) noexcept;
   void remove_reader(Page& page) noexcept;
 

@@ -56,7 +56,7 @@ void Room::fetch_ahead(const Lock& lock) {
 
 void Room::wait_for_room(Lock& lock) {
   ++starved_;
-  table_.wait(lock);
+  table_.wait_lending(lock);
   --starved_;
 }
 
@@ -67,6 +67,8 @@ void Room::notify_unpinned(const Lock& /*lock*/) noexcept {
 bool Room::bring(std::span<const Access> accesses, Lock& lock) {
   for (const Access& access : accesses) {
     PageRecord& page = record_of(*access.page);
+    // step() has come while the lock was open: the update first, then all over again.
+    if (page.has_pending_update()) continue;
     if (page.residency == Residency::Resident && !page.current()) {
       // Its pointer is in use, by a hold or an operator of another thread: the new bytes come to
       // the same place. (One of the pins is that of who wants it.)
@@ -92,7 +94,8 @@ bool Room::bring(std::span<const Access> accesses, Lock& lock) {
 
 bool Room::take(PageRecord& page, std::span<const Access> accesses, Lock& lock) {
   for (;;) {
-    if (page.residency != Residency::Absent) return true;  // changed while the lock was open
+    // Changed while the lock was open.
+    if (page.residency != Residency::Absent || page.has_pending_update()) return true;
     if (copies_.try_take(page, lock)) return true;
     if (PageRecord* goes = victim(kNoPage, true, lock)) {
       if (goes->dirty()) {
@@ -107,7 +110,8 @@ bool Room::take(PageRecord& page, std::span<const Access> accesses, Lock& lock) 
   }
 }
 
-/// Whether waiting makes sense: pages on their way in or out, or pinned by operators elsewhere.
+/// Whether waiting makes sense: pages on their way in or out, or pinned by operators elsewhere, but
+/// for those that wait themselves.
 bool Room::others_will_free(std::span<const Access> accesses, const Lock& lock) const {
   const auto pages = table_.pages(lock);
   return std::any_of(pages.begin(), pages.end(), [&](const PageRecord* page) {
@@ -115,7 +119,7 @@ bool Room::others_will_free(std::span<const Access> accesses, const Lock& lock) 
     const bool ours = among(*page, accesses);
     if (page->residency == Residency::Leaving) return true;
     if (page->residency == Residency::Fetching) return !ours;
-    return page->pins > page->holds + thread_pins::count(*page) + (ours ? 1 : 0);
+    return page->pins > page->holds + page->lent + thread_pins::count(*page) + (ours ? 1 : 0);
   });
 }
 
@@ -150,13 +154,16 @@ bool Room::take_afresh(std::span<const Access> accesses, Lock& lock) {
   std::vector<PageRecord*> absent;
   for (const Access& access : accesses) {
     PageRecord& page = record_of(*access.page);
-    if (page.residency == Residency::Absent) absent.push_back(&page);
+    if (page.residency == Residency::Absent && !page.has_pending_update()) absent.push_back(&page);
   }
   std::sort(absent.begin(), absent.end(),
             [](const PageRecord* a, const PageRecord* b) { return a->bytes() > b->bytes(); });
   for (PageRecord* page : absent) {
     if (copies_.try_take(*page, lock)) continue;
-    for (PageRecord* taken : absent) taken->block = {};
+    for (PageRecord* taken : absent) {
+      taken->block = {};
+      taken->ready = {};
+    }
     const auto pages = table_.pages(lock);
     const bool came = std::any_of(pages.begin(), pages.end(), [](const PageRecord* other) {
       return other != nullptr && other->evictable(true);

@@ -25,7 +25,8 @@ class Room {
         fetcher_(fetcher) {}
 
   /// Takes room for every absent page of an operator, which has them pinned, and starts its fetch;
-  /// false when room will only be there once other threads let go. The lock may be open meanwhile.
+  /// false when room will only be there once other threads let go. The lock may be open meanwhile:
+  /// a page that gets a pending update then is left alone.
   bool bring(std::span<const Access> accesses, Lock& lock);
   /// Until bring() may have more luck.
   void wait_for_room(Lock& lock);

@@ -25,4 +25,8 @@ std::uint32_t count(const Page& page) noexcept {
   return static_cast<std::uint32_t>(std::count(pins.begin(), pins.end(), &page));
 }
 
+std::span<const Page* const> all() noexcept {
+  return pins;
+}
+
 }  // namespace pagoda::pager::thread_pins

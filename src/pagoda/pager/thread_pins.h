@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 
 #include "pagoda/pager/page.h"
 
@@ -13,5 +14,6 @@ void add(const Page& page);
 /// One of them, the latest: an operator around this one may have the page pinned, too.
 void forget(const Page& page) noexcept;
 std::uint32_t count(const Page& page) noexcept;
+std::span<const Page* const> all() noexcept;
 
 }  // namespace pagoda::pager::thread_pins

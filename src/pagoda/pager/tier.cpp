@@ -36,7 +36,8 @@ Placement parse_placement(std::string_view word) {
        {Placement::Device, Placement::Host, Placement::Nvme, Placement::Auto}) {
     if (word == name(placement)) return placement;
   }
-  throw UserError(fmt::format("'{}' is no place: device, host, nvme or auto", word));
+  throw UserError(
+      fmt::format("'{}' is not a placement: expected device, host, nvme or auto", word));
 }
 
 }  // namespace pagoda::pager

@@ -162,6 +162,7 @@ void Tiers::write(const Home& home, Bytes offset, std::span<const std::byte> fro
       swap_->write(home.extent(), offset, from).wait();
       return;
     case Tier::Device:
+      home.block().wait_for_users(*copies_);
       copies_->copy_async(home.block().on(*copies_) + offset, from.data(), from.size(),
                           device::Direction::HostToDevice, "home");
       copies_->synchronize();

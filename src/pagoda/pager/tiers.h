@@ -78,9 +78,13 @@ class Tiers {
   Home as_home(device::Block block);
 
   /// Moves bytes between a home and host memory; returns when they have arrived. Throws what the
-  /// disk or the device did.
+  /// disk or the device did. On the device, a write waits for users that were marked.
   void read(const Home& home, Bytes offset, std::span<std::byte> to);
   void write(const Home& home, Bytes offset, std::span<const std::byte> from);
+  /// Before the host writes to a home where it lies: on the device, streams may still use it.
+  void wait_for_users(const Home& home) const {
+    if (home.tier() == Tier::Device && in_place(home)) home.block().wait_for_users();
+  }
 
   /// Whether the host may work on the home's bytes where they lie, at Home::data().
   bool in_place(const Home& home) const noexcept {

@@ -30,7 +30,7 @@ bool failed_to_arrive(const PageRecord& page) {
 /// pending update. False: there is nothing.
 bool Touches::wait_for_conflict(std::span<const Access> accesses, Lock& lock) {
   if (bindings_.denied_to_others(accesses, lock)) {  // until that operator has thrown
-    table_.wait(lock);
+    table_.wait_lending(lock, [&] { return !bindings_.denied_to_others(accesses, lock); });
     return true;
   }
   const auto pending = std::find_if(accesses.begin(), accesses.end(), [](const Access& access) {
@@ -54,6 +54,14 @@ bool Touches::wait_for_conflict(std::span<const Access> accesses, Lock& lock) {
   return true;
 }
 
+/// Whether the operator may have what is there now.
+bool Touches::complete(std::span<const Access> accesses, const Lock& /*lock*/) {
+  return std::all_of(accesses.begin(), accesses.end(), [](const Access& access) {
+    const PageRecord& page = record_of(*access.page);
+    return page.residency == Residency::Resident && !page.has_pending_update() && page.current();
+  });
+}
+
 /// Brings the pages, which are pinned, and waits for them; false: to be tried again, without pins.
 bool Touches::bring(std::span<const Access> accesses, Lock& lock) {
   if (!room_.bring(accesses, lock)) {  // no room until another thread is done with its pages
@@ -61,21 +69,16 @@ bool Touches::bring(std::span<const Access> accesses, Lock& lock) {
     room_.wait_for_room(lock);
     return false;
   }
-  bool complete = true;
-  for (const Access& access : accesses) {
-    PageRecord& page = record_of(*access.page);
-    wait_for_page(page, lock);
-    complete = complete && page.residency == Residency::Resident && !page.has_pending_update() &&
-               page.current();
+  for (const Access& access : accesses) wait_for_page(record_of(*access.page), lock);
+  if (complete(accesses, lock)) {
+    for (const Access& access : accesses) {
+      if (access.write) homes_.keep_before(record_of(*access.page), lock);
+    }
   }
-  if (!complete) {
-    unpin_all(accesses, lock);
-    return false;
-  }
-  for (const Access& access : accesses) {
-    if (access.write) homes_.keep_before(record_of(*access.page), lock);
-  }
-  return true;
+  // After the last wait: what was there may have changed while others were waited for.
+  if (complete(accesses, lock)) return true;
+  unpin_all(accesses, lock);
+  return false;
 }
 
 void Touches::touch(std::span<const Access> accesses, std::uint8_t mode, device::Stream* consumer) {
@@ -120,8 +123,8 @@ void Touches::touch(std::span<const Access> accesses, std::uint8_t mode, device:
     notify_checker(accesses, consumer);
   } catch (...) {
     if (!lock.owns_lock()) lock.lock();
-    unpin_all(accesses, lock);
     for (const Access& held : accesses.first(used)) thread_pins::forget(*held.page);
+    unpin_all(accesses, lock);
     for (const Access& held : accesses) {
       PageRecord& page = record_of(*held.page);
       if (page.pins == 0 && failed_to_arrive(page)) copies_.drop(page, lock);
@@ -165,11 +168,16 @@ void Touches::wait_for_copies(std::span<const Access> accesses) {
   if (options_.dropped_wait == DroppedWait::Ready) return;
   for (const Access& access : accesses) {
     const PageRecord& page = record_of(*access.page);
-    if (page.ready.event == nullptr || page.ready.event->done()) continue;
+    std::shared_ptr<device::Event> copied;
+    {
+      const Lock lock = table_.lock();  // a held page may be getting another one
+      copied = page.ready.event;
+    }
+    if (copied == nullptr || copied->done()) continue;
     const Stopwatch watch;
     {
       PAGODA_TRACE("pager", "wait for copy", {"page", page.name()});
-      page.ready.event->wait();
+      copied->wait();
     }
     const Lock lock = table_.lock();
     note_stall(table_.stats(lock).late_stall, watch.elapsed_ns(), lock);

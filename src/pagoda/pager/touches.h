@@ -44,6 +44,7 @@ class Touches {
   void touch_held(std::span<const Access> accesses, const Lock& lock);
   bool wait_for_conflict(std::span<const Access> accesses, Lock& lock);
   bool bring(std::span<const Access> accesses, Lock& lock);
+  static bool complete(std::span<const Access> accesses, const Lock& lock);
   void note_stall(Nanos& of, Nanos wait, const Lock& lock) noexcept;
   void wait_for_page(PageRecord& page, Lock& lock);
   void use(PageRecord& page, bool write, std::uint8_t mode, device::Stream* consumer,

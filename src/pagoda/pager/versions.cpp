@@ -26,6 +26,7 @@ bool refused_by_rank(const std::exception_ptr& error) {
 
 std::vector<Page*> Versions::mark_pending(std::span<Page* const> pages) {
   std::vector<Page*> exposed;
+  std::vector<device::Mark> taken;
   Lock lock = table_.lock();
   for (Page* page : pages) table_.add_pending_update(record_of(*page), lock);
   for (Page* pending : pages) {
@@ -36,6 +37,8 @@ std::vector<Page*> Versions::mark_pending(std::span<Page* const> pages) {
       if (!refused_by_rank(error)) std::rethrow_exception(error);
     }
     home_reads::wait(page, lock);
+    // Kernels that were queued until now see what is there now; whoever applies the update waits.
+    if (page.fixed) page.home.block().mark_users(taken);
     page.next = nullptr;  // nobody fetches from there any more: it may become home
     if (page.residency != Residency::Resident) continue;
     if (page.current() && !page.fixed) continue;  // it was fetched ahead

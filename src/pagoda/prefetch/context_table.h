@@ -20,7 +20,7 @@ struct Followed {
   bool ambiguous = false;
   /// Running mean of the time until `next`, in nanoseconds.
   float gap = 0;
-  /// Which page of that number was meant (pages go, and their numbers come again).
+  /// Whether the page was there when this was learnt: Predictor::forget() begins another life.
   std::uint32_t life = 0;
 };
 

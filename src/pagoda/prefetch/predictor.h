@@ -59,7 +59,7 @@ class Predictor {
   /// The program waited for so long since the current touch (a fetch, a full arena): the time does
   /// not count, or a slow fetch would look like an operator that leaves time for fetching.
   void stalled(Nanos wait) noexcept { stalled_ += wait; }
-  /// The page is gone; its number may come again, as another page.
+  /// The page is gone: what was learnt of it is not predicted any more.
   void forget(PageId page);
 
   /// How many touches ahead are known.

@@ -68,12 +68,18 @@ struct ActivationStore::Use {
 /// The store's lock, and what may only be let go after it: the last reference to a Kept takes the
 /// lock itself, and the last one to a storage may take Python's.
 struct ActivationStore::Section {
-  explicit Section(RankedMutex<LockRank::ActivationStore>& mutex) : lock(mutex) {}
+  explicit Section(ActivationStore& store) : lock(mutex_of(store)) {}
 
   std::vector<std::shared_ptr<Kept>> kept;
   std::vector<StorageRef> storages;
   Bytes newest = 0;                            // of what has begun to leave in here
   RankedLock<LockRank::ActivationStore> lock;  // the last member is the first to go
+
+ private:
+  static RankedMutex<LockRank::ActivationStore>& mutex_of(ActivationStore& store) {
+    store.owner_.require("an engine");
+    return store.mutex_;
+  }
 };
 
 namespace {
@@ -188,7 +194,7 @@ ActivationStore::Saved ActivationStore::pack(const at::Tensor& tensor, const Pol
 
   std::shared_ptr<device::Stream> stream = consumer_();
 
-  Section section(mutex_);
+  Section section(*this);
   const std::shared_ptr<Kept> kept = kept_for(tensor, policy, section);
   section.kept.push_back(kept);
   saved.use = std::make_shared<Use>(kept, next_++, bytes_of(tensor));
@@ -316,7 +322,7 @@ void ActivationStore::write(const std::shared_ptr<Kept>& kept, std::uint64_t tur
   std::exception_ptr error;
   StorageRef storage;
   {
-    const Section section(mutex_);
+    const Section section(*this);
     // If nobody but this task needs it, the graph is gone. If it has been asked for meanwhile, it
     // is in use again.
     if (kept.use_count() > 1 && kept->turn == turn) storage = kept->storage;
@@ -345,7 +351,7 @@ void ActivationStore::write(const std::shared_ptr<Kept>& kept, std::uint64_t tur
   }
   bool told = false;
   {
-    Section section(mutex_);
+    Section section(*this);
     if (error != nullptr) told = std::exchange(told_of_failure_, true);
     leaving_ -= bytes;
     if (storage && kept->turn == turn) {
@@ -425,7 +431,7 @@ at::Tensor ActivationStore::unpack(const Saved& saved) {
   use_on_this_stream(*kept, *storage);
   if (!capturing()) {
     const std::uint64_t far = prefetch_before(saved.use->number, in_flight);
-    Section section(mutex_);
+    Section section(*this);
     sweep_fresh(kLooksAt, far, section);
     sweep_restored(section);
     wait_until_written(in_flight, section);
@@ -441,7 +447,7 @@ ActivationStore::StorageRef ActivationStore::bring_back(const std::shared_ptr<Ke
     std::shared_future<void> reading;
     Bytes bytes = 0;
     {
-      Section section(mutex_);
+      Section section(*this);
       switch (kept->state) {
         case Kept::State::Here:
           return kept->storage;
@@ -462,7 +468,7 @@ ActivationStore::StorageRef ActivationStore::bring_back(const std::shared_ptr<Ke
                    "capture the forward, too, or leave engine.activations() out");
     if (!reading.valid()) {
       StorageRef storage = empty_storage(bytes);  // not under the lock: it may need Python's
-      Section section(mutex_);
+      Section section(*this);
       if (kept->state == Kept::State::Away) start_reading(kept, std::move(storage), section);
       continue;
     }
@@ -472,7 +478,7 @@ ActivationStore::StorageRef ActivationStore::bring_back(const std::shared_ptr<Ke
     } catch (...) {
       error = std::current_exception();
     }
-    Section section(mutex_);
+    Section section(*this);
     if (kept->state != Kept::State::Returning) continue;  // another thread was faster
     if (kept->counted_ahead) ahead_ -= kept->bytes;
     kept->counted_ahead = false;
@@ -513,7 +519,7 @@ std::uint64_t ActivationStore::prefetch_before(std::uint64_t number, Bytes windo
     std::shared_ptr<Kept> kept;
     Bytes bytes = 0;
     {
-      Section section(mutex_);
+      Section section(*this);
       const auto after = by_number_.lower_bound(number);
       if (after == by_number_.begin()) return 0;
       const auto& [at, candidate] = *std::prev(after);
@@ -533,7 +539,7 @@ std::uint64_t ActivationStore::prefetch_before(std::uint64_t number, Bytes windo
     } catch (const c10::Error&) {  // no memory to be early with
       return number + 1;
     }
-    Section section(mutex_);
+    Section section(*this);
     if (kept->state != Kept::State::Away) continue;
     start_reading(kept, std::move(storage), section);
     kept->counted_ahead = true;
@@ -543,20 +549,20 @@ std::uint64_t ActivationStore::prefetch_before(std::uint64_t number, Bytes windo
 }
 
 void ActivationStore::sweep() {
-  Section section(mutex_);
+  Section section(*this);
   sweep_fresh(fresh_.size(), kAnyNumber, section);
 }
 
 void ActivationStore::flush() {
   sweep();
-  Section section(mutex_);
+  Section section(*this);
   written_.wait(section.lock, [&] { return paused_ || leaving_ == 0; });
 }
 
 void ActivationStore::pause(bool paused) {
   std::vector<std::function<void()>> go;
   {
-    const Section section(mutex_);
+    const Section section(*this);
     paused_ = paused;
     if (!paused) go.swap(held_back_);
     for (auto& task : go) (void)pool_.submit(task);
@@ -565,14 +571,19 @@ void ActivationStore::pause(bool paused) {
 }
 
 void ActivationStore::forget(const Use& use) noexcept {
-  const Section section(mutex_);
+  if (!owner_.here()) return;
+  const Section section(*this);
   use.kept->numbers.erase(use.number);
   use.kept->wanted -= use.bytes;
   by_number_.erase(use.number);
 }
 
 void ActivationStore::forget(Kept& kept) noexcept {
-  Section section(mutex_);
+  if (!owner_.here()) {
+    (void)new pager::Home(std::move(kept.home));  // it would give its bytes back, under locks
+    return;
+  }
+  Section section(*this);
   put(kept, nullptr, section);
   if (kept.counted_ahead) ahead_ -= kept.bytes;
   const auto found = by_storage_.find(kept.storage.get());

@@ -15,6 +15,7 @@
 #include "pagoda/base/ranked_mutex.h"
 #include "pagoda/base/thread_pool.h"
 #include "pagoda/device/stream.h"
+#include "pagoda/io/owner_process.h"
 #include "pagoda/pager/tiers.h"
 
 namespace pagoda::torch {
@@ -31,7 +32,8 @@ namespace pagoda::torch {
 ///
 /// What is no plain strided tensor of this engine's device, or fits into no budget, stays where it
 /// is. Any thread may call the store, and drop what it returns: that waits for nobody, for whoever
-/// drops a graph in Python holds the interpreter's lock, which the copying thread may need.
+/// drops a graph in Python holds the interpreter's lock, which the copying thread may need. In a
+/// forked process calls throw, and what is dropped is leaked.
 class ActivationStore : public std::enable_shared_from_this<ActivationStore> {
  public:
   /// How a forward wants its activations kept.
@@ -106,6 +108,7 @@ class ActivationStore : public std::enable_shared_from_this<ActivationStore> {
   void forget(const Use& use) noexcept;
   void forget(Kept& kept) noexcept;
 
+  const io::OwnerProcess owner_;
   pager::Tiers& tiers_;
   ThreadPool& pool_;
   const c10::Device device_;

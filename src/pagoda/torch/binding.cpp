@@ -16,8 +16,10 @@
 #include <torch/custom_class.h>
 
 #include "pagoda/base/error.h"
+#include "pagoda/base/log.h"
 #include "pagoda/base/ranked_mutex.h"
 #include "pagoda/engine/failure.h"
+#include "pagoda/io/owner_process.h"
 #include "pagoda/torch/activation_store.h"
 #include "pagoda/torch/build_surroundings.h"
 #include "pagoda/torch/enders.h"
@@ -25,7 +27,9 @@
 #include "pagoda/torch/gloo_world.h"
 #include "pagoda/torch/observer.h"
 #include "pagoda/torch/page_storage.h"
+#include "pagoda/torch/passes.h"
 #include "pagoda/torch/storage_table.h"
+#include "pagoda/torch/table_use.h"
 
 namespace pagoda::torch {
 namespace {
@@ -45,10 +49,10 @@ auto translating_errors(const Work& work) {
   try {
     return work();
   } catch (const UserError& error) {
-    throw PythonError("UserError", error.user_message());
-  } catch (const engine::RankFailed& error) {
-    throw PythonError("EngineError", error.user_message());
+    log::debug("torch", "UserError", {{"cause", error.located()}});
+    throw PythonError("UserError", error.what());
   } catch (const EngineError& error) {
+    log::debug("torch", "EngineError", {{"cause", error.located()}});
     throw PythonError("EngineError", error.what());
   }
 }
@@ -103,8 +107,7 @@ Optimizer rule_of(const std::string& kind, const Constants& constants) {
     rule.nesterov = nesterov != 0;
     out = rule;
   } else {
-    throw UserError(
-        fmt::format("there is no optimizer '{}': it is adamw, adam, sgd or lion", kind));
+    throw UserError(fmt::format("there is no optimizer '{}'; use adamw, adam, sgd or lion", kind));
   }
   reader.finish(kind);
   return out;
@@ -137,6 +140,8 @@ Constants constants_of(const std::string& kind) {
 /// Of the page that is at this address of a StorageImpl; nothing where there is none.
 std::optional<std::string> page_at(std::int64_t storage) {
   const auto* key = reinterpret_cast<const c10::StorageImpl*>(storage);  // NOLINT
+  TableUse use;
+  use.enter();
   const PageStorage* found = StorageTable::instance().find(key);
   if (found == nullptr || found->page() == nullptr) return std::nullopt;
   return found->page()->name();
@@ -299,7 +304,7 @@ class BoundEngine final : public ::torch::CustomClassHolder {
                    : from_env        ? world_from_env(options)
                                      : comm::make_solo_world();
       if (mistake) {
-        world->give_up(mistake->user_message());  // the others shall not wait for this rank
+        world->give_up(mistake->what());  // the others shall not wait for this rank
         throw *mistake;
       }
       parsed.pin_advice =
@@ -311,6 +316,8 @@ class BoundEngine final : public ::torch::CustomClassHolder {
   /// Ends the engine before it returns, unless a graph or a pin still needs its memory; the other
   /// ranks do not wait for those. Returns what Engine::close() does.
   std::string close(bool give_back) {
+    if (!owner_.here()) return {};  // a fork's locks are as they were
+    translating_errors([&] { observer::require_no_operator("close()"); });
     const Enders::EndsHere here;
     std::shared_ptr<Engine> engine;
     {
@@ -322,7 +329,10 @@ class BoundEngine final : public ::torch::CustomClassHolder {
   }
 
   void begin_build() {
-    translating_errors([&] { engine(); });
+    translating_errors([&] {
+      engine();
+      owner_.require("an engine");
+    });
     builds_.emplace_back(std::make_unique<BuildSurroundings>());
   }
   void end_build() { builds_.pop_back(); }
@@ -331,18 +341,23 @@ class BoundEngine final : public ::torch::CustomClassHolder {
     translating_errors([&] { engine().adopt(tensor, name); });
   }
 
-  /// `group_of`: of each parameter; negative: it is not trained.
+  /// `group_of`: of each parameter; negative: it is not trained. `refusal`: what is wrong with the
+  /// arguments of this rank, if anything; all ranks throw it.
   void attach(const std::vector<std::string>& names, const std::vector<at::Tensor>& tensors,
               const std::vector<std::int64_t>& group_of, const std::vector<std::string>& kinds,
               const std::vector<Constants>& constants, const std::vector<std::string>& buffer_names,
-              const std::vector<at::Tensor>& buffer_tensors) {
+              const std::vector<at::Tensor>& buffer_tensors, double clip, std::string refusal) {
     translating_errors([&] {
       PAGODA_CHECK(names.size() == tensors.size() && names.size() == group_of.size() &&
                    kinds.size() == constants.size() &&
                    buffer_names.size() == buffer_tensors.size());
-      std::vector<ParameterGroup> groups;
-      for (std::size_t g = 0; g < kinds.size(); ++g) {
-        groups.push_back({{}, rule_of(kinds[g], constants[g])});
+      std::vector<ParameterGroup> groups(kinds.size());
+      try {
+        for (std::size_t g = 0; g < kinds.size(); ++g) {
+          groups[g].optimizer = rule_of(kinds[g], constants[g]);
+        }
+      } catch (const UserError& mistake) {
+        if (refusal.empty()) refusal = mistake.what();
       }
       std::vector<NamedTensor> parameters;
       for (std::size_t i = 0; i < names.size(); ++i) {
@@ -354,16 +369,19 @@ class BoundEngine final : public ::torch::CustomClassHolder {
       for (std::size_t i = 0; i < buffer_names.size(); ++i) {
         buffers.emplace_back(buffer_names[i], buffer_tensors[i]);
       }
-      engine().attach(parameters, std::move(groups), buffers);
+      engine().attach(parameters, std::move(groups), buffers, [&] {
+        if (!refusal.empty()) throw UserError(refusal);
+        engine().set_clip(clip);
+      });
     });
   }
 
-  void release(const std::vector<at::Tensor>& parameters) {
-    translating_errors([&] { engine().release(parameters); });
+  void release(const std::vector<at::Tensor>& parameters, const std::string& refusal) {
+    translating_errors([&] { engine().release(parameters, refusal); });
   }
 
-  void backward(const at::Tensor& loss, std::optional<bool> last) {
-    translating_errors([&] { engine().backward(loss, last); });
+  void backward(const at::Tensor& loss, std::optional<bool> last, bool retain_graph) {
+    translating_errors([&] { engine().backward(loss, last, retain_graph); });
   }
 
   std::tuple<std::int64_t, bool, double, double> step() {
@@ -388,6 +406,12 @@ class BoundEngine final : public ::torch::CustomClassHolder {
   }
   void end_call(const std::string& error) {
     translating_errors([&] { engine().end_call(error); });
+  }
+  void begin_work(const std::string& label) {
+    translating_errors([&] { engine().begin_work(label); });
+  }
+  void end_work() {
+    translating_errors([&] { engine().end_work(); });
   }
   /// From any thread. Also of an engine that has been closed: then there is nobody to tell.
   void fail(const std::string& why) {
@@ -444,7 +468,7 @@ class BoundEngine final : public ::torch::CustomClassHolder {
                                                    const std::string& in_flight) {
     return translating_errors([&] {
       PAGODA_REQUIRE(place == "host" || place == "nvme",
-                     "activations('{}'): it takes 'host' or 'nvme'", place);
+                     "activations('{}') expects 'host' or 'nvme'", place);
       PAGODA_REQUIRE(place == "host" || !engine().config().nvme.empty(),
                      "activations on nvme need directories: set nvme to at least one");
       const auto placement = place == "host" ? pager::Placement::Host : pager::Placement::Nvme;
@@ -480,10 +504,12 @@ class BoundEngine final : public ::torch::CustomClassHolder {
   }
 
   std::shared_ptr<Engine> open_or_closing() {
+    if (!owner_.here()) return nullptr;
     const std::lock_guard lock(mutex_);
     return engine_ != nullptr ? engine_ : closing_.lock();
   }
 
+  const io::OwnerProcess owner_;
   RankedMutex<LockRank::BoundEngine> mutex_;
   std::weak_ptr<Engine> closing_;   // guarded by mutex_: close() has been called
   std::shared_ptr<Engine> engine_;  // guarded by mutex_ but for reads of the thread that calls
@@ -501,9 +527,11 @@ TORCH_LIBRARY_FRAGMENT(pagoda, library) {
   using pagoda::torch::BoundPin;
   using pagoda::torch::BoundRegionPages;
   using pagoda::torch::BoundSaved;
+  static_cast<void>(pagoda::log::level());  // a PAGODA_LOG that is not a level is told at once
   library.def("config_keys() -> str[]", pagoda::torch::config_keys);
   library.def("interrupt_joins() -> ()", [] { pagoda::torch::interrupt_joins(); });
   library.def("page_at(int storage) -> str?", pagoda::torch::page_at);
+  library.def("mark_scaled_pass() -> ()", [] { pagoda::torch::Passes::instance().mark_scaled(); });
   library.def("optimizer_constants(str kind) -> Dict(str, float)", [](const std::string& kind) {
     return pagoda::torch::translating_errors([&] { return pagoda::torch::constants_of(kind); });
   });
@@ -537,6 +565,8 @@ TORCH_LIBRARY_FRAGMENT(pagoda, library) {
       .def("barrier", &BoundEngine::barrier)
       .def("begin_call", &BoundEngine::begin_call)
       .def("end_call", &BoundEngine::end_call)
+      .def("begin_work", &BoundEngine::begin_work)
+      .def("end_work", &BoundEngine::end_work)
       .def("fail", &BoundEngine::fail)
       .def("waited_for_ranks", &BoundEngine::waited_for_ranks)
       .def("zero_grad", &BoundEngine::zero_grad)

@@ -2,10 +2,10 @@
 #include "pagoda/torch/enders.h"
 
 #include <chrono>
-#include <system_error>
-#include <thread>
+#include <exception>
 
 #include "pagoda/base/log.h"
+#include "pagoda/base/start_thread.h"
 
 namespace pagoda::torch {
 namespace {
@@ -39,15 +39,14 @@ void Enders::end(std::function<void()> ending) noexcept {
     ++running_;
   }
   try {
-    std::thread([this, ending = std::move(ending)] {
+    start_thread([this, ending = std::move(ending)] {
       ending();
       const std::lock_guard lock(mutex_);
       --running_;
       changed_.notify_all();
     }).detach();
-  } catch (const std::system_error& error) {  // called by destructors: the process takes it along
-    log::error("torch", "an engine cannot end: no thread can be started",
-               {{"cause", error.what()}});
+  } catch (const std::exception& error) {  // called by destructors: the process takes it along
+    log::error("torch", "an engine cannot end", {{"cause", error.what()}});
     const std::lock_guard lock(mutex_);
     --running_;
     changed_.notify_all();

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "pagoda/base/ranked_mutex.h"
+#include "pagoda/io/owner_process.h"
 
 namespace pagoda::torch {
 
@@ -16,10 +17,12 @@ class Enders {
   static Enders& instance();
 
   /// Owned by whoever has the pointer: the last one to let go of it ends it, on a thread of its own
-  /// or, inside of EndsHere, at once.
+  /// or, inside of EndsHere, at once. In a forked process it is leaked.
   template <class T>
   std::shared_ptr<T> share(std::unique_ptr<T> owned) {
-    return {owned.release(), [this](T* last) { end([last] { delete last; }); }};
+    return {owned.release(), [this, owner = io::OwnerProcess()](T* last) {
+              if (owner.here()) end([last] { delete last; });
+            }};
   }
 
   /// Nothing ends from now on. Waits for what does.

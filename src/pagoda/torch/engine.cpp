@@ -23,6 +23,11 @@ Engine::~Engine() {
   if (!impl_->runtime().here()) (void)impl_.release();
 }
 
+Engine::Impl& Engine::impl() const {
+  impl_->runtime().require_here();
+  return *impl_;
+}
+
 std::string Engine::close(bool give_back) noexcept {
   return impl_->runtime().here() ? impl_->close(give_back) : std::string();
 }
@@ -35,7 +40,7 @@ struct Engine::Building::Scope {
   torch::BirthScope birth;
 };
 
-Engine::Building::Building(Engine& engine) : scope_(std::make_unique<Scope>(*engine.impl_)) {}
+Engine::Building::Building(Engine& engine) : scope_(std::make_unique<Scope>(engine.impl())) {}
 
 Engine::Building::~Building() = default;
 
@@ -44,17 +49,16 @@ void Engine::Building::finish() {
 }
 
 void Engine::adopt(const at::Tensor& parameter, const std::string& name) {
-  impl_->runtime().check();
-  impl_->adopt(parameter, name);
+  impl().runtime().check();
+  impl().adopt(parameter, name);
 }
 
 void Engine::attach(::torch::nn::Module& model, std::vector<ParameterGroup> groups) {
-  Impl::check_modules(model);
   std::vector<NamedTensor> parameters;
   for (const auto& item : model.named_parameters()) parameters.emplace_back(item.pair());
   std::vector<NamedTensor> buffers;
   for (const auto& item : model.named_buffers()) buffers.emplace_back(item.pair());
-  impl_->attach(parameters, std::move(groups), buffers);
+  impl().attach(parameters, std::move(groups), buffers, [&] { Impl::check_modules(model); });
 }
 
 void Engine::attach(::torch::nn::Module& model, const Optimizer& optimizer) {
@@ -62,37 +66,45 @@ void Engine::attach(::torch::nn::Module& model, const Optimizer& optimizer) {
 }
 
 void Engine::attach(const std::vector<NamedTensor>& parameters, std::vector<ParameterGroup> groups,
-                    const std::vector<NamedTensor>& buffers) {
-  impl_->attach(parameters, std::move(groups), buffers);
+                    const std::vector<NamedTensor>& buffers, const std::function<void()>& begin) {
+  impl().attach(parameters, std::move(groups), buffers, begin);
 }
 
-void Engine::backward(const at::Tensor& loss, std::optional<bool> last) {
-  impl_->backward(loss, last);
+void Engine::backward(const at::Tensor& loss, std::optional<bool> last, bool retain_graph) {
+  impl().backward(loss, last, retain_graph);
 }
 
 StepReport Engine::step() {
-  return impl_->step(false);
+  return impl().step(false);
 }
 
 void Engine::join() {
-  impl_->step(true);
+  impl().step(true);
 }
 
 void Engine::finish() {
-  impl_->runtime().finish();
+  impl().runtime().finish();
 }
 
 void Engine::barrier() {
-  impl_->runtime().barrier();
+  impl().runtime().barrier();
 }
 
 void Engine::begin_call(const std::string& label, const std::string& name,
                         const std::string& argument) {
-  impl_->runtime().begin_call(label, name, argument);
+  impl().runtime().begin_call(label, name, argument);
 }
 
 void Engine::end_call(const std::string& error) {
-  impl_->runtime().end_call(error);
+  impl().runtime().end_call(error);
+}
+
+void Engine::begin_work(const std::string& label) {
+  impl().runtime().begin_work(label);
+}
+
+void Engine::end_work() {
+  impl().runtime().end_work();
 }
 
 void Engine::fail(const std::string& why) {
@@ -106,72 +118,73 @@ double Engine::waited_for_ranks() const noexcept {
 }
 
 void Engine::set_lr(double lr) {
-  PAGODA_REQUIRE(!impl_->runtime().groups().empty(), "no model is attached: call attach() first");
-  for (std::size_t group = 0; group < impl_->runtime().groups().size(); ++group) set_lr(group, lr);
+  PAGODA_REQUIRE(!impl().runtime().groups().empty(), "no model is attached: call attach() first");
+  for (std::size_t group = 0; group < impl().runtime().groups().size(); ++group) set_lr(group, lr);
 }
 
 void Engine::set_lr(std::size_t group, double lr) {
-  impl_->runtime().set_learning_rate(group, lr);
+  impl().runtime().set_learning_rate(group, lr);
 }
 
 void Engine::require_changeable(const std::string& what) {
-  impl_->runtime().require_changeable(what);
+  impl().runtime().require_changeable(what);
 }
 
 void Engine::set_optimizer(std::size_t group, const Optimizer& optimizer) {
-  impl_->runtime().set_optimizer(group, optimizer);
+  impl().runtime().set_optimizer(group, optimizer);
 }
 
 void Engine::set_clip(double clip) {
-  impl_->runtime().set_clip(clip);
+  impl().runtime().set_clip(clip);
 }
 
 double Engine::loss_scale() const {
-  return impl_->runtime().loss_scale();
+  return impl().runtime().loss_scale();
 }
 
 at::Tensor Engine::grad(const at::Tensor& parameter) {
-  return impl_->grad(parameter);
+  return impl().grad(parameter);
 }
 
 double Engine::grad_norm() {
-  return impl_->grad_norm();
+  return impl().grad_norm();
 }
 
 bool Engine::has_gradients() {
-  return impl_->has_gradients();
+  return impl().has_gradients();
 }
 
 void Engine::set_loss_is_scaled(bool scaled) {
-  impl_->set_loss_is_scaled(scaled);
+  impl().set_loss_is_scaled(scaled);
 }
 
 void Engine::zero_grad() {
-  impl_->zero_grad();
+  impl().zero_grad();
 }
 
 std::shared_ptr<void> Engine::pin(const at::Tensor& parameter, bool write) {
-  return impl_->pin(parameter, write);
+  return impl().pin(parameter, write);
 }
 
 void Engine::check_pinned_writes() {
+  if (!impl_->runtime().here()) return;  // what a fork writes, nobody sees
   impl_->runtime().check_raw_writes();
 }
 
 std::shared_ptr<torch::ActivationStore> Engine::activations() {
-  return impl_->activations();
+  return impl().activations();
 }
 
 void Engine::release(::torch::nn::Module& model) {
-  impl_->release(model.parameters());
+  impl().release(model.parameters(), {});
 }
 
-void Engine::release(const std::vector<at::Tensor>& parameters) {
-  impl_->release(parameters);
+void Engine::release(const std::vector<at::Tensor>& parameters, const std::string& refusal) {
+  impl().release(parameters, refusal);
 }
 
 engine::Stats Engine::stats() const {
-  engine::Stats out = impl_->runtime().stats();
+  engine::Stats out = impl().runtime().stats();
   out.unbudgeted.free_blocks = torch::LargeBlocks::kept();
   return out;
 }

@@ -58,7 +58,8 @@ struct StepReport {
 /// collectives: every rank calls them in the same order, and ranks that are in different calls get
 /// an error that names both sides (docs/notes/communication.md). The destructor does not throw; it
 /// serves other ranks until their engines end, too. Parameters that were not released throw on
-/// access afterwards. After an error of the engine's every call throws it again.
+/// access afterwards. After an error of the engine's every call throws it again. In a forked
+/// process rank(), world_size(), device() and config() work, and all other calls throw.
 class Engine {
  public:
   explicit Engine(const Config& config,
@@ -91,15 +92,18 @@ class Engine {
   /// The same with groups; parameters in none of them are not trained.
   void attach(::torch::nn::Module& model, std::vector<ParameterGroup> groups);
   /// The same for a model that is no torch::nn::Module: all its parameters, with their names, and
-  /// its buffers, which are no pages, but which ranks start with alike (Config::initial).
+  /// its buffers, which are no pages, but which ranks start with alike (Config::initial). `begin`
+  /// is called first, when all ranks are in attach(): what it throws on one of them all throw.
   void attach(const std::vector<NamedTensor>& parameters, std::vector<ParameterGroup> groups,
-              const std::vector<NamedTensor>& buffers = {});
+              const std::vector<NamedTensor>& buffers = {},
+              const std::function<void()>& begin = {});
 
   /// One micro-batch. `last`: no other comes before step(), so that updates may begin; by default
   /// the `accumulation`-th since the last step is. After it, until step(), what would change the
   /// step (another backward(), set_lr(), zero_grad()) and the use of parameters are errors where
   /// updates have begun, unless the steps before have shown that they are to be expected.
-  void backward(const at::Tensor& loss, std::optional<bool> last = std::nullopt);
+  void backward(const at::Tensor& loss, std::optional<bool> last = std::nullopt,
+                bool retain_graph = false);
   /// At accumulation boundaries: fixes what the updates need and returns; they run while the next
   /// forward does. Micro-batches that are not complete make it wait for none: what came, counts.
   StepReport step();
@@ -115,6 +119,10 @@ class Engine {
   void begin_call(const std::string& label, const std::string& name = {},
                   const std::string& argument = {});
   void end_call(const std::string& error = {});
+  /// Around what this rank does by itself under the name `label`, while others may wait for it:
+  /// they do not take it for idle.
+  void begin_work(const std::string& label);
+  void end_work();
   /// This rank cannot go on: the others get an error that says `why`, at once.
   void fail(const std::string& why);
   /// Seconds for which this rank has waited for others; 0: it does not. Any thread.
@@ -155,7 +163,8 @@ class Engine {
 
   /// Parameters become plain tensors again, up to date. UserError if they do not fit into memory.
   void release(::torch::nn::Module& model);
-  void release(const std::vector<at::Tensor>& parameters);
+  /// `refusal`: why this rank cannot, if it knows already; then all throw it.
+  void release(const std::vector<at::Tensor>& parameters, const std::string& refusal = {});
 
   engine::Stats stats() const;
   int rank() const;
@@ -167,6 +176,10 @@ class Engine {
   class Impl;
 
  private:
+  /// For every call but those that take no lock: throws in a forked process, where locks may be
+  /// held by threads that are not there.
+  Impl& impl() const;
+
   class Building {
    public:
     explicit Building(Engine& engine);

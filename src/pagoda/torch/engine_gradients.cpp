@@ -5,10 +5,12 @@
 
 #include <ATen/Functions.h>
 #include <ATen/record_function.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include "pagoda/base/error.h"
 #include "pagoda/torch/autograd_state.h"
 #include "pagoda/torch/engine_impl.h"
+#include "pagoda/torch/passes.h"
 #include "pagoda/torch/storage_table.h"
 
 namespace pagoda {
@@ -25,7 +27,7 @@ void require_dense(const at::Tensor& grad, const std::string& parameter) {
                  "parameter '{}' got a sparse gradient: build its embedding with sparse=false",
                  parameter);
   PAGODA_REQUIRE(grad.layout() == at::kStrided && grad.has_storage() && !grad.is_meta(),
-                 "parameter '{}' got a gradient that is no dense tensor", parameter);
+                 "parameter '{}' got a gradient that is not a dense tensor", parameter);
 }
 
 }  // namespace
@@ -117,16 +119,54 @@ void Engine::Impl::take_set_gradients() {
   runtime_->end_backward();
 }
 
+/// Behind what this thread has given to torch's current stream.
+device::Mark Engine::Impl::mark_here() {
+  const auto stream = consumer();
+  return stream != nullptr ? stream->mark() : device::Mark{};
+}
+
+/// What this thread gives to torch's current stream from now on may use the tensor, which another
+/// stream has made. (A custom function has a stream of its own only until its end is told.)
+void Engine::Impl::wait_here(const device::Mark& made, const at::Tensor& tensor) {
+  const auto stream = consumer();
+  if (stream == nullptr || made.event == nullptr || made.stream == stream->id()) return;
+  stream->wait(*made.event, device::Stream::OnFailure::Ignore);
+  const c10::impl::VirtualGuardImpl guard(c10::kCUDA);  // torch must not reuse its memory before
+  guard.recordDataPtrOnStream(tensor.storage().data_ptr(), guard.getStream(device()));
+}
+
+/// What a graph would replay is the kernels of a pass, and not what the engine does with gradients.
+void Engine::Impl::require_no_capture(const Parameter& parameter, const at::Tensor& tensor) {
+  const auto stream = consumer();
+  if (stream == nullptr || !stream->capturing()) return;
+  tensor.mutable_grad() = at::Tensor();  // nothing has been computed
+  throw UserError(fmt::format(
+      "the gradient of parameter '{}' came while a CUDA graph is captured, and the engine cannot "
+      "take it from there: capture the forward (torch.cuda.make_graphed_callables), and call "
+      "backward() outside of the capture",
+      parameter.name));
+}
+
 /// Where loss.backward() was called and not ours, nobody has multiplied the loss, and step() would
-/// divide all the same.
+/// divide all the same. What a GradScaler multiplies, nobody divides.
 void Engine::Impl::require_scaled_loss(const Parameter& parameter, const at::Tensor& tensor) const {
+  if (torch::Passes::instance().is_scaled()) {
+    tensor.mutable_grad() = at::Tensor();
+    throw UserError(fmt::format(
+        "a loss that a GradScaler has scaled reached parameter '{}', and the engine, which owns "
+        "its "
+        "gradient, does not divide by that scale: create the engine with loss_scale='dynamic' and "
+        "call engine.backward(loss) with the unscaled loss",
+        parameter.name));
+  }
   if (runtime_->config().loss_scale.kind == LossScale::Kind::None) return;
   if (pass_.load() != torch::kNoPass || loss_is_scaled_.load()) return;
   tensor.mutable_grad() = at::Tensor();
-  throw UserError(fmt::format(
-      "a plain backward pass reached parameter '{}', and loss_scale ({}) asks for a loss that is "
-      "multiplied by it: call engine.backward(loss) instead of loss.backward()",
-      parameter.name, runtime_->loss_scale()));
+  throw UserError(
+      fmt::format("loss.backward() reached parameter '{}', and with loss_scale = {} the loss must "
+                  "be multiplied by "
+                  "it: call engine.backward(loss) instead",
+                  parameter.name, runtime_->loss_scale()));
 }
 
 /// What the runtime has not been given yet. (What is in p.grad and came from no pass is the
@@ -141,6 +181,7 @@ void Engine::Impl::drop_gradients() {
     if (parameter.fired == 0 && !parameter.left && !parameter.late) continue;
     parameter.fired = parameter.taken = 0;
     parameter.left = parameter.late = false;
+    parameter.held = {};
     if (auto alive = parameter.tensor.lock()) {
       dropped.push_back(std::exchange(at::Tensor(std::move(alive)).mutable_grad(), at::Tensor()));
     }
@@ -158,11 +199,14 @@ void Engine::Impl::take_gradient(std::size_t index, const at::Tensor& tensor, bo
   // Another storage since forward: its gradient fits if that becomes the page.
   if (tensor.storage().unsafeGetStorageImpl() != parameter.storage->key()) storage_exchanged(index);
   at::Tensor grad = std::exchange(tensor.mutable_grad(), at::Tensor());
+  device::Mark held;
   {
     const std::lock_guard lock(gradient_mutex_);
     parameter.left = false;
+    held = std::exchange(parameter.held, {});
   }
   require_dense(grad, parameter.name);
+  wait_here(held, grad);
   // A page's own memory is read by operators only.
   if (torch::StorageTable::instance().find(grad.storage().unsafeGetStorageImpl()) != nullptr) {
     grad = grad.clone();
@@ -186,7 +230,7 @@ void Engine::Impl::take_gradient(std::size_t index, const at::Tensor& tensor, bo
     return;
   }
   if (auto whole = add_to_partial(parameter, tensor, grad)) {
-    push(page, std::move(whole->flat), std::move(whole->present), late);
+    push(page, std::move(*whole), late);
   }
 }
 
@@ -199,7 +243,7 @@ std::optional<Engine::Impl::Partial> Engine::Impl::add_to_partial(const Paramete
   std::unique_lock lock(gradient_mutex_);
   while (!partial_.contains(&page)) {
     if (zeros.defined()) {
-      partial_[&page] = {std::move(zeros), std::vector<bool>(page.parameters.size())};
+      partial_[&page] = {std::move(zeros), std::vector<bool>(page.parameters.size()), {}};
       break;
     }
     lock.unlock();  // memory may have to be waited for
@@ -207,10 +251,18 @@ std::optional<Engine::Impl::Partial> Engine::Impl::add_to_partial(const Paramete
     lock.lock();
   }
   Partial& partial = partial_[&page];
+  wait_here(partial.summed, partial.flat);
   partial.flat.as_strided(tensor.sizes(), tensor.strides(), tensor.storage_offset()).add_(grad);
+  partial.summed = mark_here();
   partial.present[parameter.in_page] = true;
   if (!is_complete(partial, page)) return std::nullopt;
   return std::move(partial_.extract(&page).mapped());
+}
+
+void Engine::Impl::push(const optim::TrainedPage& page, Partial gathered, bool late) {
+  wait_here(gathered.summed, gathered.flat);
+  push(const_cast<optim::TrainedPage&>(page), std::move(gathered.flat), std::move(gathered.present),
+       late);
 }
 
 void Engine::Impl::push(optim::TrainedPage& page, at::Tensor flat, std::vector<bool> present,
@@ -220,7 +272,7 @@ void Engine::Impl::push(optim::TrainedPage& page, at::Tensor flat, std::vector<b
   contribution.present = std::move(present);
   contribution.late = late;
   contribution.data = static_cast<const std::byte*>(flat.const_data_ptr());
-  if (const auto stream = consumer()) contribution.ready = stream->mark();
+  contribution.ready = mark_here();
   contribution.keep = std::make_shared<at::Tensor>(std::move(flat));
   runtime_->contribute(std::move(contribution));
 }
@@ -228,7 +280,7 @@ void Engine::Impl::push(optim::TrainedPage& page, at::Tensor flat, std::vector<b
 at::Tensor Engine::Impl::grad(const at::Tensor& tensor) {
   const Calling calling(*this, "grad()");
   torch::PageStorage* storage = find(tensor);
-  PAGODA_REQUIRE(storage != nullptr, "the tensor is no parameter of this engine");
+  PAGODA_REQUIRE(storage != nullptr, "the tensor is not a parameter of this engine");
   end_last_pass();
   take_set_gradients();
   push_late();

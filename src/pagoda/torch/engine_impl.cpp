@@ -2,22 +2,18 @@
 #include "pagoda/torch/engine_impl.h"
 
 #include <algorithm>
-#include <cstring>
-#include <numeric>
-#include <unordered_set>
 #include <utility>
 
 #include <ATen/Functions.h>
 #include <ATen/record_function.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <torch/nn/module.h>
-#include <torch/nn/modules/embedding.h>
 
 #include "pagoda/base/error.h"
 #include "pagoda/base/log.h"
 #include "pagoda/base/out_of_memory.h"
 #include "pagoda/engine/backend.h"
 #include "pagoda/io/io_error.h"
+#include "pagoda/io/owner_process.h"
 #include "pagoda/torch/activation_store.h"
 #include "pagoda/torch/cuda_library.h"
 #include "pagoda/torch/cuda_memory.h"
@@ -25,33 +21,10 @@
 #include "pagoda/torch/list_operators.h"
 #include "pagoda/torch/pageable.h"
 #include "pagoda/torch/storage_table.h"
+#include "pagoda/torch/table_use.h"
 #include "pagoda/torch/value_lists.h"
 
 namespace pagoda {
-namespace {
-
-/// Whether the tensor's bytes can be copied: those of meta, sparse and other tensors cannot.
-bool has_plain_bytes(const at::Tensor& tensor) {
-  return tensor.defined() && !tensor.is_meta() && tensor.layout() == at::kStrided &&
-         tensor.has_storage() && tensor.numel() > 0 && !tensor.is_quantized();
-}
-
-/// A buffer of the user's model, which ranks start with alike.
-engine::BufferSpec buffer_spec(const std::string& name, const at::Tensor& tensor) {
-  const auto bytes = static_cast<Bytes>(tensor.numel()) * tensor.element_size();
-  const auto read = [tensor](std::span<std::byte> to) {
-    const at::Tensor plain = tensor.detach().resolve_conj().resolve_neg().to(at::kCPU).contiguous();
-    std::memcpy(to.data(), plain.const_data_ptr(), to.size());
-  };
-  const auto write = [tensor](std::span<const std::byte> from) {
-    const at::Tensor plain = at::from_blob(const_cast<std::byte*>(from.data()), tensor.sizes(),
-                                           at::TensorOptions().dtype(tensor.dtype()));
-    tensor.detach().copy_(plain);
-  };
-  return {name, bytes, read, write};
-}
-
-}  // namespace
 
 Engine::Impl::Impl(const Config& config, std::shared_ptr<comm::World> world)
     : runtime_(std::make_unique<engine::Runtime>(config, std::move(world))) {
@@ -76,6 +49,8 @@ Engine::Impl::~Impl() {
     runtime_->fail(std::make_exception_ptr(EngineError("it ended with an exception")));
   }
   for (auto& [key, storage] : storages_) torch::StorageTable::instance().erase(storage->key());
+  runtime_->pager().refuse("the engine has ended");  // whoever waits for a page
+  torch::TableUse::wait_for_all();
   torch::observer::remove();
   for (auto& [key, storage] : storages_) {
     // The page of a storage that has died may be gone.
@@ -116,9 +91,9 @@ std::string Engine::Impl::touch_failed(std::exception_ptr error) noexcept {
     try {
       std::rethrow_exception(error);
     } catch (const UserError& mistake) {
-      return mistake.user_message();
+      return mistake.what();
     } catch (const OutOfMemory& memory) {
-      return memory.user_message();
+      return memory.what();
     } catch (const std::bad_alloc&) {
       return "host memory ran out while the pages of an operator were brought in";
     } catch (...) {
@@ -198,20 +173,9 @@ torch::PageStorage& Engine::Impl::adopt(const at::Tensor& tensor, const std::str
   PAGODA_REQUIRE_EQ(bytes % size, 0U, "the storage of '{}' is no whole number of elements", name);
   std::string known_as = name.empty() ? fmt::format("parameter {}", births_) : name;
   ++births_;
-  const bool from_host = tensor.device().is_cpu();
-  if (!from_host) consumer()->synchronize();
-  const auto* data = static_cast<const std::byte*>(tensor.storage().data());
-  pager::Page& page = [&]() -> pager::Page& {
-    try {
-      return runtime_->pager().adopt(
-          std::move(known_as), bytes / size, size,
-          engine::pager_placement(runtime_->config().parameters), data,
-          from_host ? device::Direction::HostToHost : device::Direction::DeviceToHost);
-    } catch (const io::IoError&) {  // it has other pages, too: later calls shall say so
-      runtime_->fail(std::current_exception());
-      throw;
-    }
-  }();
+  if (!tensor.device().is_cpu()) consumer()->synchronize();
+  pager::Page& page =
+      make_page(std::move(known_as), bytes / size, size, tensor.storage().data(), tensor.device());
   at::Tensor here = tensor;
   if (tensor.device() != device()) {
     c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, c10::DataPtr(nullptr, device()),
@@ -221,11 +185,30 @@ torch::PageStorage& Engine::Impl::adopt(const at::Tensor& tensor, const std::str
         Moved{tensor.storage().getWeakStorageImpl(), storage.getWeakStorageImpl()});
     point_at(here, storage, device());
   }
-  auto storage = std::make_unique<torch::PageStorage>(here.storage(), runtime_->pager(), *this);
-  torch::PageStorage& out = *storage;
+  return make_storage(here.storage(), page);
+}
+
+/// A page with the bytes at `data`, kept where parameters are.
+pager::Page& Engine::Impl::make_page(std::string name, std::uint64_t elements, Bytes element_size,
+                                     const void* data, c10::Device from) {
+  try {
+    return runtime_->pager().adopt(
+        std::move(name), elements, element_size,
+        engine::pager_placement(runtime_->config().parameters), static_cast<const std::byte*>(data),
+        from.is_cpu() ? device::Direction::HostToHost : device::Direction::DeviceToHost);
+  } catch (const io::IoError&) {  // it has other pages, too: later calls shall say so
+    runtime_->fail(std::current_exception());
+    throw;
+  }
+}
+
+/// The storage's bytes are the page's from now on.
+torch::PageStorage& Engine::Impl::make_storage(const c10::Storage& storage, pager::Page& page) {
+  auto made = std::make_unique<torch::PageStorage>(storage, runtime_->pager(), *this);
+  torch::PageStorage& out = *made;
   out.watch(page);
   runtime_->pager().set_binding(page, &out);
-  storages_[out.key()] = std::move(storage);
+  storages_[out.key()] = std::move(made);
   torch::StorageTable::instance().insert(out.key(), out);
   return out;
 }
@@ -236,14 +219,17 @@ void Engine::Impl::storage_exchanged(std::size_t index) {
   auto alive = parameter.tensor.lock();
   if (alive == nullptr) return;
   const at::Tensor tensor(std::move(alive));
-  if (const torch::PageStorage* known = find(tensor)) {
-    PAGODA_REQUIRE(known == parameter.storage,
-                   "parameter '{}' was given the storage of page '{}' (.data =, set_): give it a "
-                   "copy of the values (p.data = q.data.clone())",
-                   parameter.name, known->page()->name());
-    return;
-  }
-  pager::Page& page = *parameter.storage->page();
+  const torch::PageStorage* known = find(tensor);
+  if (known == parameter.storage) return;
+  PAGODA_REQUIRE(known == nullptr || known->former(),
+                 "parameter '{}' was given the storage of page '{}' (.data =, set_): give it a "
+                 "copy of the values (p.data = q.data.clone())",
+                 parameter.name, known->page()->name());
+  PAGODA_REQUIRE(known != nullptr || !torch::PageStorage::lost(tensor.storage()),
+                 "parameter '{}' was given a storage back (.data =, set_) whose values could not "
+                 "be kept for lack of memory: give it a copy (p.data.clone()) that you have kept",
+                 parameter.name);
+  const pager::Page& page = *parameter.storage->page();
   const at::DisableRecordFunctionGuard unseen;
   PAGODA_REQUIRE(
       of_page_[&page].size() == 1 && tensor.storage().nbytes() == page.bytes() &&
@@ -255,24 +241,88 @@ void Engine::Impl::storage_exchanged(std::size_t index) {
       parameter.name);
   follow_layout(parameter, tensor);
   log::info("torch", "a parameter's storage was exchanged", {{"parameter", parameter.name}});
-  if (const auto stream = consumer()) stream->synchronize();
-  runtime_->pager().overwrite(page, static_cast<const std::byte*>(tensor.storage().data()));
-  take_storage(parameter, tensor);
+  exchange(parameter, tensor, true);
 }
 
-/// The tensor's storage is the parameter's page from now on, in place of the one that was.
-void Engine::Impl::take_storage(Parameter& parameter, const at::Tensor& tensor) {
+/// The parameter has the tensor's storage from now on, with that one's values or its own. Whoever
+/// still refers to the storage that it had sees there what it saw before, as with plain tensors.
+void Engine::Impl::exchange(Parameter& parameter, const at::Tensor& tensor, bool with_values) {
+  if (const auto stream = consumer()) stream->synchronize();
+  pager::Page* const former = keep_former(parameter);
+  try {
+    if (with_values) {
+      torch::PageStorage* known = find(tensor);
+      const at::Tensor copy = known == nullptr ? at::Tensor() : bytes_of(*known).to(device());
+      const void* data = known == nullptr ? tensor.storage().data() : copy.const_data_ptr();
+      runtime_->pager().overwrite(*parameter.storage->page(), static_cast<const std::byte*>(data));
+    }
+  } catch (...) {
+    if (former != nullptr) runtime_->pager().drop(*former);
+    throw;
+  }
+  take_storage(parameter, tensor, former);
+}
+
+/// A page for what the parameter's present storage has, if somebody else refers to it. Null where
+/// nobody does, or no memory is left for it.
+pager::Page* Engine::Impl::keep_former(const Parameter& parameter) {
+  const auto storage = parameter.storage->lock();
+  if (storage == nullptr) return nullptr;
   pager::Page& page = *parameter.storage->page();
-  auto storage = std::make_unique<torch::PageStorage>(tensor.storage(), runtime_->pager(), *this);
-  storage->watch(page);
-  const c10::StorageImpl* old = parameter.storage->key();
-  torch::StorageTable::instance().erase(old);
+  const pager::Access access{&page, false};
+  const pager::Pin pin = runtime_->pager().touch({&access, 1}, 0, nullptr);
+  try {
+    return &make_page(page.name() + ", before .data =", page.elements, page.element_size,
+                      storage->data(), device());
+  } catch (const BudgetExceeded& full) {
+    log::warn("torch", "the values of an exchanged storage could not be kept",
+              {{"parameter", parameter.name}, {"cause", full.what()}});
+    return nullptr;
+  } catch (const OutOfMemory&) {
+    return nullptr;
+  }
+}
+
+/// The page of a storage that a parameter had and has got back.
+void Engine::Impl::retire_former(const c10::Storage& storage) {
+  const auto found = storages_.find(storage.unsafeGetStorageImpl());
+  if (found == storages_.end()) return;
+  torch::StorageTable::instance().erase(found->first);
+  retired_pages_.push_back(found->second->page());
+  runtime_->pager().set_binding(*found->second->page(), nullptr);
+  found->second->detach();
+  retired_.push_back(std::move(found->second));
+  storages_.erase(found);
+}
+
+/// In a call of the engine: operators of this thread may exchange storages, and cannot wait for
+/// others that have found the ones of before.
+void Engine::Impl::drop_retired() {
+  if (retired_.empty()) return;
+  torch::TableUse::wait_for_all();
+  for (pager::Page* page : std::exchange(retired_pages_, {})) runtime_->pager().drop(*page);
+  retired_.clear();
+}
+
+/// The tensor's storage is the parameter's page from now on, in place of the one that was; that one
+/// has the page `former`, if any.
+void Engine::Impl::take_storage(Parameter& parameter, const at::Tensor& tensor,
+                                pager::Page* former) {
+  retire_former(tensor.storage());
+  pager::Page& page = *parameter.storage->page();
+  auto was = parameter.storage->lock();
+  const auto old = storages_.find(parameter.storage->key());
+  torch::StorageTable::instance().erase(old->first);
   parameter.storage->detach();
-  runtime_->pager().set_binding(page, storage.get());
-  parameter.storage = storage.get();
+  retired_.push_back(std::move(old->second));
   storages_.erase(old);
-  torch::StorageTable::instance().insert(storage->key(), *storage);
-  storages_[storage->key()] = std::move(storage);
+  parameter.storage = &make_storage(tensor.storage(), page);
+  if (former == nullptr) return;
+  if (was == nullptr) {
+    runtime_->pager().drop(*former);
+  } else {
+    make_storage(c10::Storage(std::move(was)), *former).set_former();
+  }
 }
 
 /// Gradients and state lie in the order of the storage: another one is for before there are any.
@@ -303,214 +353,6 @@ void Engine::Impl::sweep() {
   }
 }
 
-void Engine::Impl::check_modules(const ::torch::nn::Module& model) {
-  const auto check = [](const ::torch::nn::Module& module, const std::string& name) {
-    const auto* embedding = module.as<::torch::nn::EmbeddingImpl>();
-    const auto* bag = module.as<::torch::nn::EmbeddingBagImpl>();
-    const bool sparse = (embedding != nullptr && embedding->options.sparse()) ||
-                        (bag != nullptr && bag->options.sparse());
-    if (!sparse) return;
-    throw UserError(
-        fmt::format("module '{}' gives sparse gradients: build it with sparse(false)", name));
-  };
-  check(model, model.name());
-  for (const auto& item : model.named_modules("", /*include_self=*/false)) {
-    check(*item.value(), item.key());
-  }
-}
-
-/// The runs of consecutive elements that a parameter has in its storage, in their order.
-std::vector<optim::Segment> Engine::Impl::segments_of(const at::Tensor& tensor,
-                                                      std::size_t in_page) {
-  std::vector<optim::Segment> out;
-  if (tensor.numel() == 0) return out;
-  std::vector<std::pair<std::int64_t, std::int64_t>> dims;  // stride, size
-  for (std::int64_t i = 0; i < tensor.dim(); ++i) {
-    if (tensor.size(i) > 1) dims.emplace_back(tensor.stride(i), tensor.size(i));
-  }
-  std::sort(dims.begin(), dims.end());
-  std::uint64_t run = 1;
-  std::size_t inner = 0;
-  while (inner < dims.size() && static_cast<std::uint64_t>(dims[inner].first) == run) {
-    run *= static_cast<std::uint64_t>(dims[inner++].second);
-  }
-  const std::uint64_t runs = static_cast<std::uint64_t>(tensor.numel()) / run;
-  for (std::uint64_t number = 0; number < runs; ++number) {
-    std::uint64_t rest = number;
-    auto begin = static_cast<std::uint64_t>(tensor.storage_offset());
-    for (std::size_t d = inner; d < dims.size(); ++d) {
-      const auto size = static_cast<std::uint64_t>(dims[d].second);
-      begin += rest % size * static_cast<std::uint64_t>(dims[d].first);
-      rest /= size;
-    }
-    out.push_back({{begin, begin + run}, static_cast<std::uint32_t>(in_page), number * run});
-  }
-  return out;
-}
-
-/// Adopts a parameter of a model. Where a budget has no room for it, says what all that are left
-/// would need: nobody shall find that out parameter by parameter.
-torch::PageStorage& Engine::Impl::adopt_of(const std::vector<NamedTensor>& model,
-                                           const std::string& name, const at::Tensor& tensor) {
-  try {
-    return adopt(tensor, name);
-  } catch (const BudgetExceeded& full) {
-    const bool on_nvme = full.budget() == runtime_->tiers().budget(pager::Tier::Nvme).name();
-    std::unordered_set<const c10::StorageImpl*> seen;
-    Bytes left = 0;
-    for (const auto& [other, other_tensor] : model) {
-      if (!other_tensor.has_storage() || find(other_tensor) != nullptr) continue;
-      if (!seen.insert(other_tensor.storage().unsafeGetStorageImpl()).second) continue;
-      const Bytes bytes = other_tensor.storage().nbytes();
-      left += on_nvme ? pager::Tiers::nvme_bytes(bytes) : bytes;
-    }
-    throw UserError(fmt::format(
-        "{} = {} has {} left, and the parameters from '{}' on need {}: raise {} to at least {}, "
-        "and more for gradients and optimizer states that lie there",
-        full.budget(), format_bytes(full.limit()), format_bytes(full.available()), name,
-        format_bytes(left), full.budget(),
-        format_bytes_up(full.limit() - full.available() + std::max(left, full.requested()))));
-  }
-}
-
-void Engine::Impl::attach(const std::vector<NamedTensor>& model, std::vector<ParameterGroup> groups,
-                          const std::vector<NamedTensor>& buffers) {
-  const Calling calling(*this, "attach()");
-  runtime_->check();
-  PAGODA_REQUIRE(parameters_.empty(), "a model is attached already: release() it first");
-  std::vector<at::Tensor> given;
-  std::vector<Adopted> adopted;
-  bool all_are_here = false;  // every rank is in attach(), and none has done it
-  try {
-    const auto described = [&] {
-      all_are_here = true;
-      engine::ModelSpec spec = describe(model, groups, given, adopted);
-      for (const auto& [name, tensor] : buffers) {
-        if (has_plain_bytes(tensor) && find(tensor) == nullptr) {
-          spec.buffers.push_back(buffer_spec(name, tensor));
-        }
-      }
-      return spec;
-    };
-    const std::vector<pager::Page*> changed =
-        runtime_->attach(described, [&] { watch_parameters(given); });
-    for (const auto& [name, tensor] : model) {
-      const pager::Page* page = find(tensor)->page();
-      if (std::find(changed.begin(), changed.end(), page) != changed.end()) {
-        torch::bump_version(tensor);
-      }
-    }
-  } catch (...) {
-    forget_parameters();
-    if (all_are_here && !runtime_->failed()) give_back(model, adopted);
-    throw;
-  }
-}
-
-/// The model as the runtime takes it: its parameters become pages. `given`: the tensors that
-/// parameters_ is about.
-engine::ModelSpec Engine::Impl::describe(const std::vector<NamedTensor>& model,
-                                         const std::vector<ParameterGroup>& groups,
-                                         std::vector<at::Tensor>& given,
-                                         std::vector<Adopted>& adopted) {
-  PAGODA_REQUIRE(!groups.empty(), "there is no optimizer");
-  for (const ParameterGroup& group : groups) optim::require_valid(group.optimizer);
-  torch::require_pageable(model, device());
-  const bool one_for_all = groups.size() == 1 && groups[0].parameters.empty();
-  std::unordered_map<const c10::TensorImpl*, std::uint32_t> group_of;
-  for (std::uint32_t g = 0; g < groups.size(); ++g) {
-    for (const at::Tensor& tensor : groups[g].parameters) {
-      PAGODA_REQUIRE(group_of.emplace(tensor.unsafeGetTensorImpl(), g).second,
-                     "a parameter is in two groups, of which {} is the second", g);
-    }
-  }
-  const auto trains = [&](const at::Tensor& tensor) {
-    return tensor.requires_grad() &&
-           (one_for_all || group_of.contains(tensor.unsafeGetTensorImpl()));
-  };
-  for (const auto& [name, tensor] : model) {  // before the first of them becomes a page
-    require_ours_or_nobodys(tensor, name);
-    if (trains(tensor)) torch::require_trainable(tensor, name);
-  }
-  std::vector<pager::Page*> pages;
-  std::vector<Given> all;
-  std::unordered_map<const c10::TensorImpl*, bool> seen;  // tied parameters come once
-  for (const auto& [name, tensor] : model) {
-    if (!seen.emplace(tensor.unsafeGetTensorImpl(), true).second) continue;
-    const auto index = static_cast<std::uint32_t>(seen.size() - 1);
-    const c10::Storage was = tensor.storage();
-    const std::size_t born = births_;
-    torch::PageStorage& storage = adopt_of(model, name, tensor);
-    if (births_ != born) adopted.push_back({&storage, was.device(), was.getWeakStorageImpl()});
-    pager::Page& page = *storage.page();
-    runtime_->pager().rename(page, name);
-    if (std::find(pages.begin(), pages.end(), &page) == pages.end()) pages.push_back(&page);
-    const auto group = group_of.find(tensor.unsafeGetTensorImpl());
-    if (!one_for_all && group == group_of.end()) continue;
-    Given& one = all.emplace_back();
-    one.tensor = tensor;
-    one.name = name;
-    one.index = index;
-    one.group = one_for_all ? 0 : group->second;
-    one.storage = &storage;
-  }
-  std::vector<engine::TrainedSpec> specs = specs_of(all, groups);
-  std::vector<engine::FrozenSpec> frozen;
-  for (const Given& one : all) {
-    Parameter& parameter = parameters_.emplace_back(one.tensor);
-    parameter.name = one.name;
-    parameter.storage = one.storage;
-    parameter.strides = one.tensor.strides().vec();
-    parameter.in_page = one.in_page;
-    given.push_back(one.tensor);
-    if (!one.frozen()) continue;
-    parameter.frozen = frozen.size();
-    frozen_.push_back(parameters_.size() - 1);
-    frozen.push_back({one.spec, static_cast<std::uint32_t>(one.in_page), one.name, one.obstacle});
-  }
-  std::vector<Optimizer> rules;
-  for (const ParameterGroup& group : groups) rules.push_back(group.optimizer);
-  return {std::move(pages), std::move(specs), std::move(rules), {}, std::move(frozen)};
-}
-
-void Engine::Impl::watch_parameters(const std::vector<at::Tensor>& given) {
-  for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    Parameter& parameter = parameters_[i];
-    // What cannot be trained has none of its own, whoever shares its page.
-    if (!parameter.frozen || runtime_->can_be_trained(*parameter.frozen)) {
-      parameter.page = runtime_->trained(*parameter.storage->page());
-    }
-    auto& sharing = of_page_[parameter.storage->page()];
-    sharing.push_back(i);
-    parameter.storage->set_parameters(sharing.size());
-    parameter.attached =
-        std::make_unique<torch::AttachedParameter>(torch::AttachedParameter{this, i});
-    parameter.key = given[i].unsafeGetTensorImpl();
-    torch::ParameterTable::instance().insert(parameter.key, *parameter.attached);
-    set_hook(i, given[i]);
-  }
-}
-
-void Engine::Impl::set_hook(std::size_t index, const at::Tensor& tensor) {
-  parameters_[index].hook = torch::set_gradient_hook(
-      tensor, {[this, index] { gradient_comes(index); },
-               [this, index](const at::Tensor& with) { gradient_ready(index, with); }});
-}
-
-void Engine::Impl::forget_parameters() {
-  for (const Parameter& parameter : parameters_) {
-    if (parameter.key == nullptr) continue;
-    torch::ParameterTable::instance().erase(parameter.key);
-    if (auto alive = parameter.tensor.lock()) {
-      torch::remove_gradient_hook(at::Tensor(std::move(alive)));
-    }
-  }
-  parameters_.clear();
-  stepped_ = false;
-  frozen_.clear();
-  of_page_.clear();
-}
-
 /// The parameter's tensor, where it lives and a pass may give it a gradient.
 std::optional<at::Tensor> Engine::Impl::reachable(const Parameter& parameter) {
   auto alive = parameter.tensor.lock();
@@ -524,10 +366,10 @@ void Engine::Impl::take_new_values(std::size_t index, const at::Tensor& tensor) 
   try {
     storage_exchanged(index);
   } catch (const engine::RefusedInWindow& refused) {
-    take_storage(parameters_[index], tensor);
+    exchange(parameters_[index], tensor, false);
     throw UserError(fmt::format(
-        "{}. What the parameter was given (.data =, set_) is dropped: it has the values of before",
-        refused.user_message()));
+        "{}. What the parameter was given (.data =, set_) is dropped: it keeps its previous values",
+        refused.what()));
   }
 }
 
@@ -553,6 +395,7 @@ void Engine::Impl::check_parameter(std::size_t index, const at::Tensor& tensor) 
 StepReport Engine::Impl::step(bool joining) {
   const Calling calling(*this, joining ? "join()" : "step()");
   runtime_->check();
+  drop_retired();
   end_last_pass();
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     if (const auto tensor = reachable(parameters_[i])) check_parameter(i, *tensor);
@@ -563,6 +406,7 @@ StepReport Engine::Impl::step(bool joining) {
     const std::lock_guard lock(gradient_mutex_);
     look_for_thawed();
   }
+  if (const auto stream = consumer()) runtime_->pager().note_user(*stream);
   const auto bumped = [this](pager::Page& page) { bump(page); };
   engine::StepResult result;
   if (joining) {
@@ -589,7 +433,7 @@ void Engine::Impl::bump(pager::Page& page) {
 
 std::shared_ptr<void> Engine::Impl::pin(const at::Tensor& tensor, bool write) {
   torch::PageStorage* storage = find(tensor);
-  if (storage == nullptr) {  // it may have another storage, which no operator has used yet
+  if (storage == nullptr || storage->former()) {  // one that no operator has used yet
     const auto same = [&](const Parameter& one) { return one.key == tensor.unsafeGetTensorImpl(); };
     const auto found = std::find_if(parameters_.begin(), parameters_.end(), same);
     if (found != parameters_.end()) {
@@ -597,10 +441,13 @@ std::shared_ptr<void> Engine::Impl::pin(const at::Tensor& tensor, bool write) {
       storage = find(tensor);
     }
   }
-  PAGODA_REQUIRE(storage != nullptr, "the tensor is no parameter of this engine");
+  PAGODA_REQUIRE(storage != nullptr, "the tensor is not a parameter of this engine");
   pager::Page* page = storage->page();
-  return std::make_shared<pager::Hold>(
+  auto hold = std::make_unique<pager::Hold>(
       runtime_->pager().hold(*page, consumer().get(), write, runtime_->raw_writes(*page)));
+  return {hold.release(), [here = io::OwnerProcess()](pager::Hold* last) {
+            if (here.here()) delete last;  // a fork's locks are as they were
+          }};
 }
 
 }  // namespace pagoda

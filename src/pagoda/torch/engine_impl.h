@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -36,14 +37,14 @@ class Engine::Impl final : public torch::ObserverClient {
   torch::PageStorage& adopt_of(const std::vector<NamedTensor>& model, const std::string& name,
                                const at::Tensor& tensor);
   void attach(const std::vector<NamedTensor>& model, std::vector<ParameterGroup> groups,
-              const std::vector<NamedTensor>& buffers);
-  void release(const std::vector<at::Tensor>& model);
+              const std::vector<NamedTensor>& buffers, const std::function<void()>& begin);
+  void release(const std::vector<at::Tensor>& model, const std::string& refusal);
   std::string close(bool give_back) noexcept;
 
   /// Sparse gradients are not paged: said before attach(), not when the first one comes.
   static void check_modules(const ::torch::nn::Module& model);
 
-  void backward(const at::Tensor& loss, std::optional<bool> last);
+  void backward(const at::Tensor& loss, std::optional<bool> last, bool retain_graph);
   StepReport step(bool joining);
   at::Tensor grad(const at::Tensor& tensor);
   std::shared_ptr<void> pin(const at::Tensor& tensor, bool write = false);
@@ -84,6 +85,7 @@ class Engine::Impl final : public torch::ObserverClient {
     std::size_t taken = 0;    // of `fired`, when somebody began to take its gradient
     bool given = false;       // it has a gradient in this step
     bool left = false;        // p.grad has what a pass that failed has left there
+    device::Mark held;        // behind its gradient, where that is not taken yet
     bool unforeseen = false;  // it came again, nobody knows why: taken when the pass ends
     // Of one that was frozen at attach() and that step() has not agreed to train yet: see
     // docs/notes/thaw.md.
@@ -108,18 +110,26 @@ class Engine::Impl final : public torch::ObserverClient {
   struct Partial {
     at::Tensor flat;
     std::vector<bool> present;
+    device::Mark summed;  // behind what has been added last
   };
 
-  /// A call that must not come while another thread is in one.
+  /// A call that must not come while another thread is in one, unless it comes from inside that.
   class Calling {
    public:
-    Calling(Impl& engine, const char* call);
+    /// `pass`: that the call runs, where it runs one.
+    Calling(Impl& engine, const char* call, const std::atomic<int>* pass = nullptr);
     Calling(const Calling&) = delete;
     Calling& operator=(const Calling&) = delete;
     ~Calling();
 
    private:
+    bool is_around_this_thread() const;
+
     Impl& engine_;
+    const char* const call_;
+    const std::atomic<int>* const pass_;
+    const std::thread::id thread_ = std::this_thread::get_id();
+    const Calling* around_ = nullptr;
   };
 
   /// A storage whose bytes went to the engine's device, and the one that has them there.
@@ -145,6 +155,7 @@ class Engine::Impl final : public torch::ObserverClient {
   at::Tensor copy_on_device(torch::PageStorage& storage);
   PlainCopy copy_of(torch::PageStorage& storage);
   /// Its storage is a plain one again, and the page bound to none.
+  void end_use(torch::PageStorage& storage);
   void make_plain(PlainCopy& copy);
   void require_host_memory(Bytes bytes) const;
   void drop_exchanged();
@@ -164,13 +175,17 @@ class Engine::Impl final : public torch::ObserverClient {
   void take_gradient(std::size_t index, const at::Tensor& tensor, bool late = false);
   std::optional<Partial> add_to_partial(const Parameter& parameter, const at::Tensor& tensor,
                                         const at::Tensor& grad);
+  device::Mark mark_here();
+  void wait_here(const device::Mark& made, const at::Tensor& tensor);
   void require_none_set(const Parameter& parameter) const;
   void require_one_pass(const Parameter& parameter) const;
   void require_no_other_pass() const;
   void take_set_gradients();
+  void require_no_capture(const Parameter& parameter, const at::Tensor& tensor);
   void require_scaled_loss(const Parameter& parameter, const at::Tensor& tensor) const;
   void push(optim::TrainedPage& page, at::Tensor flat, std::vector<bool> present,
             bool late = false);
+  void push(const optim::TrainedPage& page, Partial gathered, bool late = false);
   bool claim(Parameter& parameter, const at::Tensor& tensor, bool complete);
   void join_plain_pass();
   void plain_pass_ended();
@@ -187,7 +202,14 @@ class Engine::Impl final : public torch::ObserverClient {
   bool forget_failed_passes();
   void drop_gradients();
   void set_hook(std::size_t index, const at::Tensor& tensor);
-  void take_storage(Parameter& parameter, const at::Tensor& tensor);
+  pager::Page& make_page(std::string name, std::uint64_t elements, Bytes element_size,
+                         const void* data, c10::Device from);
+  torch::PageStorage& make_storage(const c10::Storage& storage, pager::Page& page);
+  pager::Page* keep_former(const Parameter& parameter);
+  void retire_former(const c10::Storage& storage);
+  void drop_retired();
+  void exchange(Parameter& parameter, const at::Tensor& tensor, bool with_values);
+  void take_storage(Parameter& parameter, const at::Tensor& tensor, pager::Page* former);
   void take_new_values(std::size_t index, const at::Tensor& tensor);
   static std::optional<at::Tensor> reachable(const Parameter& parameter);
   void check_parameter(std::size_t index, const at::Tensor& tensor);
@@ -203,6 +225,9 @@ class Engine::Impl final : public torch::ObserverClient {
   std::shared_ptr<void> limit_;  // of torch's own memory on the device, where one is set
   std::unordered_map<const c10::StorageImpl*, std::unique_ptr<torch::PageStorage>> storages_;
   std::unordered_map<const c10::StorageImpl*, Moved> moved_;
+  /// Of exchanged storages, which an operator of another thread may have found before that.
+  std::vector<std::unique_ptr<torch::PageStorage>> retired_;
+  std::vector<pager::Page*> retired_pages_;
   std::vector<Parameter> parameters_;
   std::vector<std::size_t> frozen_;  // of parameters_: those whose `frozen` is set
   std::unordered_map<const pager::Page*, std::vector<std::size_t>> of_page_;
@@ -215,9 +240,7 @@ class Engine::Impl final : public torch::ObserverClient {
   std::exception_ptr untaken_;  // guarded by gradient_mutex_: why a complete gradient was not taken
   RankedMutex<LockRank::Gradients> gradient_mutex_;
   RankedMutex<LockRank::EngineCalls> calls_mutex_;
-  unsigned calls_ = 0;                       // guarded by calls_mutex_: one inside the other
-  std::thread::id caller_;                   // guarded by calls_mutex_
-  const char* call_ = nullptr;               // guarded by calls_mutex_: the outermost
+  const Calling* calling_ = nullptr;         // guarded by calls_mutex_: the innermost
   std::atomic<int> pass_{-1};                // the backward pass under way, where it is ours
   std::atomic<bool> loss_is_scaled_{false};  // of others, by whoever begins them
   std::unordered_map<void*, std::shared_ptr<device::Stream>> streams_;  // guarded by stream_mutex_

@@ -19,24 +19,32 @@
 namespace pagoda {
 
 /// One thread at a time; a hook may call from inside.
-Engine::Impl::Calling::Calling(Impl& engine, const char* call) : engine_(engine) {
+Engine::Impl::Calling::Calling(Impl& engine, const char* call, const std::atomic<int>* pass)
+    : engine_(engine), call_(call), pass_(pass) {
   const std::lock_guard lock(engine.calls_mutex_);
-  const auto here = std::this_thread::get_id();
-  PAGODA_REQUIRE(engine.calls_ == 0 || engine.caller_ == here,
-                 "{} came while another thread is in {}: one engine's calls come one after the "
-                 "other",
-                 call, engine.call_);
-  if (engine.calls_++ == 0) engine.call_ = call;
-  engine.caller_ = here;
+  around_ = engine.calling_;
+  PAGODA_REQUIRE(
+      around_ == nullptr || around_->is_around_this_thread(),
+      "{} was called while another thread is in {}: call one engine from one thread at a "
+      "time",
+      call, around_->call_);
+  engine.calling_ = this;
 }
 
 Engine::Impl::Calling::~Calling() {
   const std::lock_guard lock(engine_.calls_mutex_);
-  --engine_.calls_;
+  engine_.calling_ = around_;
 }
 
-void Engine::Impl::backward(const at::Tensor& loss, std::optional<bool> last) {
-  const Calling calling(*this, "backward()");
+/// Autograd runs the hooks of a pass on a device's thread, while the caller's waits for its end.
+bool Engine::Impl::Calling::is_around_this_thread() const {
+  if (thread_ == std::this_thread::get_id()) return true;
+  const int pass = pass_ != nullptr ? pass_->load() : torch::kNoPass;
+  return pass != torch::kNoPass && torch::Passes::runs_inside(pass);
+}
+
+void Engine::Impl::backward(const at::Tensor& loss, std::optional<bool> last, bool retain_graph) {
+  const Calling calling(*this, "backward()", &pass_);
   runtime_->check();
   PAGODA_REQUIRE(!parameters_.empty(), "no model is attached: call attach() first");
   end_failed_pass();
@@ -54,7 +62,7 @@ void Engine::Impl::backward(const at::Tensor& loss, std::optional<bool> last) {
   const double scale = runtime_->loss_scale();
   try {
     // Not a parameter itself, whose own hooks the pass must not change.
-    torch::run_backward(scale == 1 && !loss.is_leaf() ? loss : loss * scale, pass_);
+    torch::run_backward(scale == 1 && !loss.is_leaf() ? loss : loss * scale, pass_, retain_graph);
     rethrow_untaken();
   } catch (...) {
     pass_.store(torch::kNoPass);
@@ -81,6 +89,7 @@ void Engine::Impl::gradient_ready(std::size_t index, const at::Tensor& tensor) {
   runtime_->check();
   Parameter& parameter = parameters_[index];
   if (!tensor.grad().defined()) return;
+  require_no_capture(parameter, tensor);
   if (pass_.load() == torch::kNoPass) join_plain_pass();
   require_scaled_loss(parameter, tensor);
   {
@@ -111,11 +120,15 @@ bool Engine::Impl::claim(Parameter& parameter, const at::Tensor& tensor, bool co
     throw UserError(fmt::format(
         "parameter '{}' got another gradient in one backward() after its gradient had been handed "
         "on: a custom autograd function uses it in backward() and not in forward(). From now on "
-        "gradients wait for that function. Drop this step with zero_grad(), or, where its updates "
-        "have begun, call step()",
+        "gradients wait for that function. Drop this step with zero_grad(), or, if its updates "
+        "have "
+        "started, call step()",
         parameter.name));
   }
-  if (!complete || parameter.unforeseen) return false;
+  if (!complete || parameter.unforeseen) {
+    parameter.held = mark_here();
+    return false;
+  }
   parameter.taken = parameter.fired;  // function_ended(), on another thread, leaves it alone
   return true;
 }
@@ -188,6 +201,7 @@ void Engine::Impl::end_of_backward() {
     const std::lock_guard lock(gradient_mutex_);
     parameter.left = false;
     parameter.fired = parameter.taken = 0;
+    parameter.held = {};
   }
   std::unordered_map<const optim::TrainedPage*, Partial> partial;
   {
@@ -195,8 +209,7 @@ void Engine::Impl::end_of_backward() {
     partial.swap(partial_);
   }
   for (auto& [page, gathered] : partial) {
-    push(*const_cast<optim::TrainedPage*>(page), std::move(gathered.flat),
-         std::move(gathered.present));
+    push(*page, std::move(gathered));
   }
 }
 
@@ -240,8 +253,8 @@ void Engine::Impl::require_no_other_pass() const {
   const auto until = std::chrono::steady_clock::now() + kPatience;
   while (torch::Passes::instance().under_way(open)) {
     PAGODA_REQUIRE(std::chrono::steady_clock::now() < until,
-                   "a backward pass runs on another thread: one engine's calls and passes come "
-                   "one after the other");
+                   "a backward pass runs on another thread: call one engine, and run its backward "
+                   "passes, from one thread at a time");
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
 }

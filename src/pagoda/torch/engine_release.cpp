@@ -12,6 +12,7 @@
 #include "pagoda/torch/engine_impl.h"
 #include "pagoda/torch/gradient_hook.h"
 #include "pagoda/torch/storage_table.h"
+#include "pagoda/torch/table_use.h"
 
 namespace pagoda {
 namespace {
@@ -75,18 +76,35 @@ Engine::Impl::PlainCopy Engine::Impl::copy_of(torch::PageStorage& storage) {
                         c10::DataPtr(nullptr, plain.device()))};
 }
 
-void Engine::Impl::make_plain(PlainCopy& copy) {
-  torch::StorageTable::instance().erase(copy.storage->key());
-  runtime_->pager().set_binding(*copy.storage->page(), nullptr);
-  copy.storage->give_back(std::move(copy.data));
+/// From now on no operator finds the page, and none runs on it.
+void Engine::Impl::end_use(torch::PageStorage& storage) {
+  torch::StorageTable::instance().erase(storage.key());
+  torch::TableUse::wait_for_all();
+  runtime_->pager().wait_until_unused(*storage.page());
 }
 
-void Engine::Impl::release(const std::vector<at::Tensor>& model) {
+void Engine::Impl::make_plain(PlainCopy& copy) {
+  // Operators of other threads that have it end first, and those that want it wait: they go on with
+  // what they find then, which is a plain storage.
+  pager::Pager& pager = runtime_->pager();
+  const pager::Access access{copy.storage->page(), true};
+  pager.deny({&access, 1}, "this parameter is about to become a plain tensor");
+  pager.set_binding(*copy.storage->page(), nullptr);
+  copy.storage->give_back(std::move(copy.data));
+  torch::StorageTable::instance().erase(copy.storage->key());
+  pager.allow({&access, 1});
+  end_use(*copy.storage);
+}
+
+void Engine::Impl::release(const std::vector<at::Tensor>& model, const std::string& refusal) {
+  torch::observer::require_no_operator("release()");
   const Calling calling(*this, "release()");
-  require_whole_model(model);
-  drop_gradients();  // of a backward without its step: they go with the states
+  require_no_other_pass();
+  drop_retired();
   std::vector<PlainCopy> copies;
   runtime_->release([&] {
+    if (!refusal.empty()) throw UserError(refusal);
+    require_whole_model(model);
     for (const at::Tensor& tensor : model) {
       torch::PageStorage* storage = find(tensor);
       const auto same = [&](const PlainCopy& copy) { return copy.storage == storage; };
@@ -95,6 +113,7 @@ void Engine::Impl::release(const std::vector<at::Tensor>& model) {
     }
   });
   // All ranks have their copies: from here on nothing waits for another rank, or fails.
+  drop_gradients();  // of a backward without its step: they go with the states
   for (const at::Tensor& tensor : model) {
     torch::ParameterTable::instance().erase(tensor.unsafeGetTensorImpl());
     if (find(tensor) != nullptr) torch::remove_gradient_hook(tensor);
@@ -118,13 +137,14 @@ void Engine::Impl::drop_exchanged() {
   std::erase_if(storages_, [&](const auto& item) {
     torch::PageStorage& storage = *item.second;
     if (!ours.contains(&storage)) return false;
-    torch::StorageTable::instance().erase(storage.key());
     // The page of a storage that has died is gone, unless other ranks may have read it until now.
     const bool alive = storage.alive();
     if (alive) {
+      end_use(storage);
       runtime_->pager().set_binding(*storage.page(), nullptr);
       storage.detach();
     }
+    torch::StorageTable::instance().erase(storage.key());
     if (alive || sharded) runtime_->drop(*storage.page());
     return true;
   });

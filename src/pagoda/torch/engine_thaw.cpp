@@ -126,8 +126,7 @@ void Engine::Impl::push_late() {
     partial.swap(partial_);
   }
   for (auto& [page, gathered] : partial) {
-    push(*const_cast<optim::TrainedPage*>(page), std::move(gathered.flat),
-         std::move(gathered.present), true);
+    push(*page, std::move(gathered), true);
   }
 }
 

@@ -3,7 +3,9 @@
 
 #include <atomic>
 #include <charconv>
+#include <cstdint>
 #include <cstdlib>
+#include <map>
 #include <mutex>
 #include <optional>
 #include <set>
@@ -369,8 +371,17 @@ int required_number(const char* name, int least, int most) {
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
   PAGODA_REQUIRE(
       error == std::errc() && end == text.data() + text.size() && value >= least && value <= most,
-      "{} must be a whole number from {} to {}, not '{}'", name, least, most, text);
+      "{} must be an integer from {} to {}, not '{}'", name, least, most, text);
   return value;
+}
+
+/// The process that serves the store does so from its first world to its end: a rank that is ahead
+/// may have come to the next world's already, and would lose it with the one before.
+void keep_server(const c10::intrusive_ptr<::c10d::TCPStore>& server) {
+  static auto& mutex = *new RankedMutex<LockRank::StoreBoard>;
+  static auto& servers = *new std::map<std::uint16_t, c10::intrusive_ptr<::c10d::TCPStore>>;
+  const std::lock_guard lock(mutex);
+  servers.emplace(server->getPort(), server);  // later ones of this port are the same server's
 }
 
 }  // namespace
@@ -407,8 +418,9 @@ std::shared_ptr<comm::World> world_from_env(const GlooOptions& options) {
   const std::string prefix =
       fmt::format("pagoda/{}/{}", restarts != nullptr ? restarts : "0", worlds.fetch_add(1));
   try {
-    auto store = c10::make_intrusive<::c10d::PrefixStore>(
-        prefix, c10::make_intrusive<::c10d::TCPStore>(address, store_options));
+    auto tcp = c10::make_intrusive<::c10d::TCPStore>(address, store_options);
+    if (store_options.isServer) keep_server(tcp);
+    auto store = c10::make_intrusive<::c10d::PrefixStore>(prefix, std::move(tcp));
     return std::make_shared<GlooWorld>(std::move(store), rank, size, agent_holds ? -1 : 0, options);
   } catch (const Error&) {
     throw;

@@ -98,12 +98,12 @@ void bump_version(const at::Tensor& parameter) {
   ::torch::autograd::impl::bump_version(parameter);
 }
 
-void run_backward(const at::Tensor& loss, std::atomic<int>& pass) {
+void run_backward(const at::Tensor& loss, std::atomic<int>& pass, bool retain_graph) {
   // The gradient of the loss itself comes first.
   const unsigned hook = loss.register_hook(
       [&pass](const at::Tensor& /*gradient*/) -> void { pass.store(current_pass()); });
   try {
-    ::torch::autograd::backward({loss}, {});
+    ::torch::autograd::backward({loss}, {}, retain_graph);
   } catch (...) {
     loss.remove_hook(hook);
     throw;

@@ -27,6 +27,6 @@ void remove_gradient_hook(const at::Tensor& parameter);
 /// The graph of an earlier forward must not be used after the parameter has been updated.
 void bump_version(const at::Tensor& parameter);
 /// Runs the backward pass from `loss`; `pass` gets its number before the first operator of it runs.
-void run_backward(const at::Tensor& loss, std::atomic<int>& pass);
+void run_backward(const at::Tensor& loss, std::atomic<int>& pass, bool retain_graph);
 
 }  // namespace pagoda::torch

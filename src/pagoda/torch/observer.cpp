@@ -31,6 +31,7 @@
 #include "pagoda/torch/page_storage.h"
 #include "pagoda/torch/passes.h"
 #include "pagoda/torch/storage_table.h"
+#include "pagoda/torch/table_use.h"
 
 namespace pagoda::torch {
 
@@ -84,9 +85,10 @@ void note(PageStorage& storage, bool write, HeldPages& held) {
 
 /// A leaf whose storage is no page: if it is a parameter of an engine, it was given another
 /// storage, which becomes its page.
-void readopt(const at::Tensor& tensor) noexcept {
-  const AttachedParameter* parameter =
-      ParameterTable::instance().find(tensor.unsafeGetTensorImpl());
+void readopt(const at::Tensor& tensor, TableUse& use) noexcept {
+  const auto find = [&] { return ParameterTable::instance().find(tensor.unsafeGetTensorImpl()); };
+  const AttachedParameter* parameter = find();
+  if (parameter != nullptr && use.enter()) parameter = find();
   if (parameter == nullptr) return;
   const at::RecordFunctionGuard no_recursion(false);
   try {
@@ -96,30 +98,35 @@ void readopt(const at::Tensor& tensor) noexcept {
   }
 }
 
-PageStorage* page_of(const at::Tensor& tensor) {
+/// The page can be used until it is pinned, or `use` ends.
+PageStorage* page_of(const at::Tensor& tensor, TableUse& use) {
   const auto find = [&] {
     return StorageTable::instance().find(
         tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
   };
   if (!tensor.defined() || !tensor.has_storage()) return nullptr;
   PageStorage* page = find();
+  if (page != nullptr && use.enter()) page = find();
   // A parameter has hooks, also while it is frozen; what operators make under no_grad has nothing.
   if (page != nullptr || tensor.unsafeGetTensorImpl()->autograd_meta() == nullptr ||
       !tensor.is_leaf()) {
     return page;
   }
-  readopt(tensor);
-  return find();
+  readopt(tensor, use);
+  page = find();
+  return page != nullptr && use.enter() ? find() : page;
 }
 
 /// Notes the pages of an argument. Every operator pays for this one.
-void look(const c10::IValue& value, bool write, HeldPages& held) {
+void look(const c10::IValue& value, bool write, HeldPages& held, TableUse& use) {
   if (value.isTensor()) {
-    if (PageStorage* page = page_of(value.toTensor())) note(*page, write, held);
+    if (PageStorage* page = page_of(value.toTensor(), use)) note(*page, write, held);
   } else if (value.isList()) {
-    for (const c10::IValue& element : value.toListRef()) look(element, write, held);
+    for (const c10::IValue& element : value.toListRef()) look(element, write, held, use);
   } else if (value.isTuple()) {
-    for (const c10::IValue& element : value.toTupleRef().elements()) look(element, write, held);
+    for (const c10::IValue& element : value.toTupleRef().elements()) {
+      look(element, write, held, use);
+    }
   }
 }
 
@@ -167,13 +174,13 @@ std::vector<std::int64_t> values_of(const at::Tensor& indices) {
 }
 
 /// Lets an embedding read its rows where they lie; false: its page is to be touched.
-bool look_up(c10::ArrayRef<const c10::IValue> inputs, Held& held) {
+bool look_up(c10::ArrayRef<const c10::IValue> inputs, Held& held, TableUse& use) {
   if (held.accesses.size() != 1 || held.accesses[0].write || inputs.size() < 2 ||
       !inputs[0].isTensor() || !inputs[1].isTensor() || !dispatches_plainly()) {
     return false;
   }
   const at::Tensor& weight = inputs[0].toTensor();
-  const PageStorage* storage = page_of(weight);
+  const PageStorage* storage = page_of(weight, use);
   if (storage == nullptr || storage->page() != held.accesses[0].page) return false;
   const at::Tensor& indices = inputs[1].toTensor();
   const bool plain = weight.dim() == 2 && weight.is_contiguous() &&
@@ -215,7 +222,8 @@ std::unique_ptr<at::ObserverContext> operator_starts(const at::RecordFunction& f
   }
   const auto inputs = function.inputs();
   HeldPages pages;
-  for (const c10::IValue& input : inputs) look(input, false, pages);
+  TableUse use;  // until they are pinned or denied: engines that end wait for that, too
+  for (const c10::IValue& input : inputs) look(input, false, pages, use);
   std::unique_ptr<OperatorContext> context;
   if (applies_function(function)) {
     context = std::make_unique<OperatorContext>();
@@ -226,7 +234,7 @@ std::unique_ptr<at::ObserverContext> operator_starts(const at::RecordFunction& f
   const OperatorTraits& traits = operator_traits(function);
   if (traits.needs_no_data && !(traits.reads_pointers_on_gpu && on_a_gpu(pages))) return context;
   for (std::size_t i = 0; i < inputs.size() && traits.writes != 0; ++i) {
-    if (traits.writes_argument(i)) look(inputs[i], true, pages);
+    if (traits.writes_argument(i)) look(inputs[i], true, pages, use);
   }
   if (context == nullptr) context = std::make_unique<OperatorContext>();
   context->held = std::move(pages);
@@ -238,7 +246,7 @@ std::unique_ptr<at::ObserverContext> operator_starts(const at::RecordFunction& f
     Held& held = context->held[i];
     try {
       held.consumer = held.client->consumer();
-      if (traits.looks_up && context->held.size() == 1 && look_up(inputs, held)) {
+      if (traits.looks_up && context->held.size() == 1 && look_up(inputs, held, use)) {
         context->looks_up = looking_up = true;
         break;
       }
@@ -296,6 +304,7 @@ void in_child() {
     storage.unbind("this parameter is a page of the parent process: a forked child cannot read it");
   });
   ParameterTable::instance().forget_all([](AttachedParameter&) {});
+  TableUse::forget_all();
   after_fork(true);
 }
 
@@ -307,6 +316,7 @@ std::optional<at::CallbackHandle> installed_as;  // guarded by install_mutex
 
 struct KernelPages::State {
   HeldPages pages;
+  TableUse use;  // until touch()
 };
 
 KernelPages::KernelPages() : state_(std::make_unique<State>()) {}
@@ -314,7 +324,7 @@ KernelPages::KernelPages() : state_(std::make_unique<State>()) {}
 KernelPages::~KernelPages() = default;
 
 void KernelPages::add(const at::Tensor& tensor, bool write) {
-  PageStorage* page = page_of(tensor);
+  PageStorage* page = page_of(tensor, state_->use);
   if (page == nullptr) return;
   note(*page, write, state_->pages);
   CustomFunctions::uses(*page->page());
@@ -345,11 +355,12 @@ std::optional<std::string> KernelPages::touch() {
       held.consumer = held.client->consumer();
       held.pin = held.pager->touch(held.all(), touch_mode(), held.consumer.get());
     } catch (const pager::OperatorTooLarge& error) {
-      return error.user_message();
+      return error.what();
     } catch (...) {
       throw std::runtime_error(held.client->touch_failed(std::current_exception()));
     }
   }
+  state_->use.leave();
   return std::nullopt;
 }
 
@@ -370,6 +381,14 @@ void remove() {
   if (--installed > 0 || !installed_as) return;
   at::removeCallback(*installed_as);
   installed_as.reset();
+}
+
+void require_no_operator(const char* call) {
+  PAGODA_REQUIRE(
+      !pager::Pager::any_pinned_by_this_thread(),
+      "{} was called inside an operator or a custom function that uses a parameter: call "
+      "it when that has returned",
+      call);
 }
 
 void count(bool on) {

@@ -45,6 +45,8 @@ namespace observer {
 
 void install();
 void remove();
+/// UserError if the calling thread is inside an operator that has pages: `call` would wait for it.
+void require_no_operator(const char* call);
 /// Operators seen, and those of them that touched pages; since the process began.
 struct Counts {
   std::uint64_t operators = 0;

@@ -141,7 +141,9 @@ void PageStorage::forget() noexcept {
 }
 
 void PageStorage::detach() {
-  unbind("this storage was a parameter's page; the parameter has another one now");
+  unbind(
+      "this storage was a parameter's, which has another one now (.data =, set_), and its values "
+      "were not kept: keep a copy (p.data.clone())");
   if (const auto storage = storage_.lock()) {
     (void)storage->_mutable_data_ptr_no_checks().release_context();
   }
@@ -153,8 +155,9 @@ void PageStorage::give_back(c10::DataPtr data) {
   if (storage == nullptr) return;
   c10::DataPtr& now = storage->_mutable_data_ptr_no_checks();
   if (now.get_deleter() == &Tie::died) (void)now.release_context();
-  throw_flag(*storage) = false;
   storage->set_data_ptr_noswap(std::move(data));
+  // Operators of other threads ask it without anybody's leave: until here it throws.
+  std::atomic_ref(throw_flag(*storage)).store(false, std::memory_order_release);
   tie_.reset();
 }
 

@@ -37,6 +37,9 @@ class PageStorage final : public pager::Binding {
   bool has_views() const noexcept override { return storage_.use_count() > parameters_; }
   /// So many parameters share it: others that do are views.
   void set_parameters(std::size_t count) noexcept { parameters_ = count; }
+  /// A parameter had it before it was given another one: its page is nobody's parameter.
+  void set_former() noexcept { former_ = true; }
+  bool former() const noexcept { return former_; }
   /// The pager ends: nobody hears of the storage's death, from whichever thread it comes.
   void end() noexcept;
   /// The storage is a page no more, and its death means nothing; until this goes, as it was.
@@ -71,6 +74,7 @@ class PageStorage final : public pager::Binding {
   const c10::Device device_;
   pager::Page* page_ = nullptr;
   std::size_t parameters_ = 1;
+  bool former_ = false;
   std::unique_ptr<Tie> tie_;
 };
 

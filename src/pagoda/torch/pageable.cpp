@@ -24,7 +24,7 @@ bool is_wrapper(const at::Tensor& tensor) {
 void require_pageable(const at::Tensor& tensor, const std::string& name, c10::Device device) {
   PAGODA_REQUIRE(tensor.defined(), "parameter '{}' is no tensor", name);
   PAGODA_REQUIRE(!is_wrapper(tensor) && !tensor.is_nested(),
-                 "parameter '{}' is a tensor subclass, whose bytes are not known: use a plain "
+                 "parameter '{}' is a tensor subclass that keeps its own storage: use a plain "
                  "tensor for it",
                  name);
   PAGODA_REQUIRE(tensor.layout() == at::kStrided && !tensor.is_quantized(),
@@ -32,7 +32,7 @@ void require_pageable(const at::Tensor& tensor, const std::string& name, c10::De
                  "numbers can be paged",
                  name, c10::toString(tensor.options().computeDispatchKey()));
   PAGODA_REQUIRE(tensor.has_storage() && !tensor.is_meta(),
-                 "parameter '{}' has no values: materialise it before it becomes a page", name);
+                 "parameter '{}' has no values: materialize it before it becomes a page", name);
   PAGODA_REQUIRE(!PageStorage::lost(tensor.storage()),
                  "the page of parameter '{}' went with its engine: build or load the model again, "
                  "and release() it before its engine is closed the next time",
@@ -53,7 +53,7 @@ void require_pageable(const std::vector<std::pair<std::string, at::Tensor>>& par
     const auto others = std::count_if(first + 1, parameters.end(), on_meta);
     throw UserError(fmt::format(
         "parameter '{}'{} on the meta device and {} no values: make or load the model inside "
-        "engine.build(), or call model.to_empty(device='cpu') and initialise it before attach()",
+        "engine.build(), or call model.to_empty(device='cpu') and initialize it before attach()",
         first->first,
         others == 0 ? " is" : fmt::format(" and {} other{} are", others, others == 1 ? "" : "s"),
         others == 0 ? "has" : "have"));
@@ -67,8 +67,10 @@ kernels::Dtype require_trainable(const at::Tensor& tensor, const std::string& na
                  "freeze it",
                  name);
   const auto known = element_type(tensor);
-  PAGODA_REQUIRE(known.has_value(), "parameter '{}' is {}: fp32, bf16 and fp16 can be trained",
-                 name, c10::toString(tensor.scalar_type()));
+  PAGODA_REQUIRE(known.has_value(),
+                 "parameter '{}' is {}; only fp32, bf16 and fp16 parameters can be trained: call "
+                 "model.float(), or freeze it",
+                 name, c10::getDtypeNames(tensor.scalar_type()).first);
   PAGODA_REQUIRE(!tensor.is_inference(),
                  "parameter '{}' was made in inference mode, where autograd does not see it: make "
                  "the model outside of it",

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include <ATen/record_function.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -20,8 +21,9 @@
 namespace pagoda::torch {
 namespace {
 
-/// Autograd runs as many passes inside each other on one thread, and further ones on others.
-constexpr std::size_t kDeepest = ::torch::autograd::MAX_DEPTH;
+/// Where torch's thread-local state has the evaluation that a thread is in. Autograd takes that
+/// state along to every thread that runs a pass; torch itself has no use for this kind.
+constexpr c10::DebugInfoKind kEvaluationKind = c10::DebugInfoKind::INFERENCE_CONTEXT;
 
 /// torch.utils.checkpoint's reentrant kind, and what has been copied from it: their backward runs
 /// one pass, so what that has accumulated does not have to wait for the end of the function.
@@ -29,8 +31,31 @@ constexpr std::string_view kOnePass = "CheckpointFunctionBackward";
 
 }  // namespace
 
+/// What a thread is in that evaluates a node, or runs a pass inside that: immutable but for
+/// `ran_pass`.
+struct Passes::Evaluation final : c10::DebugInfoBase,
+                                  std::enable_shared_from_this<Passes::Evaluation> {
+  bool uses(const pager::Page& page) const {
+    return node != nullptr && (pages == nullptr || std::binary_search(pages->begin(), pages->end(),
+                                                                      &page, std::less<>()));
+  }
+
+  int pass = kNoPass;
+  std::shared_ptr<Evaluation> around;  // in which the pass was begun
+  // Of a custom function. Other nodes of a pass share one of these.
+  const Node* node = nullptr;
+  Kind kind = Kind::Plain;
+  bool ran_pass = false;  // guarded by mutex_: inside it
+  bool one_pass = false;  // it runs no more than one inside it
+  std::string name;
+  std::shared_ptr<const CustomFunctions::Pages> pages;  // of its forward; null: any
+};
+
 struct Passes::Pass {
-  int around = kNoPass;  // the pass that this one is inside
+  std::shared_ptr<Evaluation> around;  // in which it was begun: it is inside that pass
+  /// What its plain nodes are evaluated in: an Evaluation on top of what autograd took along.
+  std::shared_ptr<c10::ThreadLocalDebugInfo> inside;
+  bool scaled = false;  // of an outermost one: see mark_scaled()
   /// Parameters whose gradient has not been accumulated in it yet.
   std::unordered_set<const Node*> accumulations;
   /// Custom functions that have not ended, with the pages of their forward; null: any page.
@@ -40,25 +65,14 @@ struct Passes::Pass {
   std::vector<std::weak_ptr<PassListener>> listeners;
 };
 
-/// A node that a thread evaluates.
-class Passes::Evaluation final : public at::ObserverContext {
- public:
-  bool uses(const pager::Page& page) const {
-    return function != 0 && (pages == nullptr || std::binary_search(pages->begin(), pages->end(),
-                                                                    &page, std::less<>()));
-  }
+/// A custom function that a thread evaluates.
+struct Passes::Running final : at::ObserverContext {
+  explicit Running(std::shared_ptr<Evaluation> one)
+      : evaluation(std::move(one)), inside(kEvaluationKind, evaluation) {}
 
-  int pass = kNoPass;
-  const Node* node = nullptr;
-  bool deep = false;                                    // passes inside it run on another thread
-  bool ran_pass = false;                                // one inside it
-  bool function = false;                                // it is a custom one
-  bool one_pass = false;                                // …that runs no more than one inside it
-  std::string name;                                     // of the function
-  std::shared_ptr<const CustomFunctions::Pages> pages;  // of its forward; null: any
+  const std::shared_ptr<Evaluation> evaluation;
+  const c10::DebugInfoGuard inside;
 };
-
-thread_local std::vector<Passes::Evaluation*> Passes::evaluations;
 
 /// In the callback that autograd queues for the end of a pass. Where the pass fails it is dropped
 /// without having been called.
@@ -77,6 +91,11 @@ struct Passes::Ending {
 Passes& Passes::instance() {
   static auto* const kept = new Passes;  // autograd's threads may outlive static objects
   return *kept;
+}
+
+std::shared_ptr<Passes::Evaluation> Passes::current_evaluation() {
+  auto* const found = dynamic_cast<Evaluation*>(c10::ThreadLocalDebugInfo::get(kEvaluationKind));
+  return found != nullptr ? found->shared_from_this() : nullptr;
 }
 
 Passes::Kind Passes::kind_of(const Node& node, const Lock& /*lock*/) {
@@ -138,13 +157,18 @@ void Passes::begin(int number) {
   const auto* needed = ::torch::autograd::get_current_graph_task_exec_info();
   const Lock lock(mutex_);
   if (passes_.contains(number)) return;
-  const auto around = std::find_if(evaluations.rbegin(), evaluations.rend(),
-                                   [&](const Evaluation* one) { return one->pass != number; });
-  if (around != evaluations.rend()) {
-    pass->around = (*around)->pass;
-    for (Evaluation* evaluation : evaluations) evaluation->ran_pass = true;
-  } else if (!deep_.empty()) {
-    pass->around = deep_.back();
+  pass->around = current_evaluation();
+  while (pass->around != nullptr && pass->around->pass == number)
+    pass->around = pass->around->around;
+  for (Evaluation* one = pass->around.get(); one != nullptr; one = one->around.get()) {
+    one->ran_pass = true;
+  }
+  const auto plain = std::make_shared<Evaluation>();
+  plain->pass = number;
+  plain->around = pass->around;
+  {
+    const c10::DebugInfoGuard inside(kEvaluationKind, plain);
+    pass->inside = c10::ThreadLocalDebugInfo::current();
   }
   const auto add = [&](const Node& node) {
     const Kind kind = kind_of(node, lock);
@@ -166,44 +190,47 @@ void Passes::begin(int number) {
 }
 
 std::unique_ptr<at::ObserverContext> Passes::node_begins(std::string_view name) {
-  auto evaluation = std::make_unique<Evaluation>();
-  evaluation->pass = current_pass();
-  if (evaluation->pass == kNoPass) return nullptr;
+  const int number = current_pass();
+  if (number == kNoPass) return nullptr;
   // Most nodes are of the pass that this thread evaluated a node of before.
   thread_local int known = kNoPass;
-  if (evaluation->pass != known) begin(evaluation->pass);
-  known = evaluation->pass;
+  if (number != known) begin(number);
+  known = number;
   const auto node = ::torch::autograd::get_current_node();
-  evaluation->node = node.get();
-  const Lock lock(mutex_);
-  const auto pass = passes_.find(evaluation->pass);
-  if (pass == passes_.end()) return nullptr;
-  if (const auto function = pass->second->functions.find(node.get());
-      function != pass->second->functions.end()) {
-    evaluation->function = true;
-    evaluation->pages = function->second;
+  std::shared_ptr<Evaluation> evaluation;
+  {
+    const Lock lock(mutex_);
+    const auto found = passes_.find(number);
+    if (found == passes_.end()) return nullptr;
+    const Pass& pass = *found->second;
+    const auto function = pass.functions.find(node.get());
+    if (function == pass.functions.end()) {
+      // Autograd gives the thread its own state back when the evaluation is over.
+      c10::ThreadLocalDebugInfo::_forceCurrentDebugInfo(pass.inside);
+      return nullptr;
+    }
+    evaluation = std::make_shared<Evaluation>();
+    evaluation->pass = number;
+    evaluation->around = pass.around;
+    evaluation->node = node.get();
+    evaluation->kind = kind_of(*node, lock);
     evaluation->name = name;
     evaluation->one_pass = name == kOnePass && !distrusted_.contains(evaluation->name);
+    evaluation->pages = function->second;
   }
-  evaluations.push_back(evaluation.get());
-  evaluation->deep = evaluations.size() >= kDeepest;
-  if (evaluation->deep) deep_.push_back(evaluation->pass);
-  return evaluation;
+  return std::make_unique<Running>(std::move(evaluation));
 }
 
 void Passes::node_ends(at::ObserverContext& context) noexcept {
-  const auto& ended = static_cast<const Evaluation&>(context);
-  std::erase(evaluations, &ended);
+  const Evaluation& ended = *static_cast<const Running&>(context).evaluation;
   std::vector<std::shared_ptr<PassListener>> listeners;
   {
     const Lock lock(mutex_);
-    if (ended.deep) deep_.erase(std::find(deep_.rbegin(), deep_.rend(), ended.pass).base() - 1);
-    if (!ended.function) return;
     const auto found = passes_.find(ended.pass);
     if (found == passes_.end()) return;
     Pass& pass = *found->second;
     if (pass.functions.erase(ended.node) == 0) return;
-    if (kind_of(*ended.node, lock) == Kind::Cpp) {
+    if (ended.kind == Kind::Cpp) {
       cpp_runs_passes_[typeid(*ended.node)] |= ended.ran_pass;
     }
     if (ended.pages == nullptr) {
@@ -213,8 +240,8 @@ void Passes::node_ends(at::ObserverContext& context) noexcept {
         if (--pass.users[page] == 0) pass.users.erase(page);
       }
     }
-    for (auto one = found; one != passes_.end(); one = passes_.find(one->second->around)) {
-      for (const auto& listener : one->second->listeners) {
+    for (const Pass* one = &pass; one != nullptr; one = pass_around(*one, lock)) {
+      for (const auto& listener : one->listeners) {
         if (auto alive = listener.lock()) listeners.push_back(std::move(alive));
       }
     }
@@ -224,12 +251,13 @@ void Passes::node_ends(at::ObserverContext& context) noexcept {
 
 /// The pass is under way no more.
 std::vector<std::weak_ptr<PassListener>> Passes::take_listeners(int pass) {
+  std::unique_ptr<Pass> over;  // goes after the lock, perhaps with what others keep in `inside`
   const Lock lock(mutex_);
   const auto found = passes_.find(pass);
   if (found == passes_.end()) return {};
-  std::vector<std::weak_ptr<PassListener>> listeners = std::move(found->second->listeners);
+  over = std::move(found->second);
   passes_.erase(found);
-  return listeners;
+  return std::move(over->listeners);
 }
 
 void Passes::pass_ends(int number) {
@@ -252,12 +280,28 @@ void Passes::pass_fails(int number) noexcept {
   }
 }
 
-int Passes::outermost(int pass, const Lock& /*lock*/) const {
-  for (auto found = passes_.find(pass); found != passes_.end();
-       found = passes_.find(found->second->around)) {
-    pass = found->first;
+const Passes::Pass* Passes::pass_around(const Pass& pass, const Lock& /*lock*/) const {
+  if (pass.around == nullptr) return nullptr;
+  const auto found = passes_.find(pass.around->pass);
+  return found != passes_.end() ? found->second.get() : nullptr;
+}
+
+int Passes::outermost(int pass, const Lock& lock) const {
+  const auto found = passes_.find(pass);
+  if (found == passes_.end()) return pass;
+  for (const Pass* one = found->second.get(); const Pass* around = pass_around(*one, lock);
+       one = around) {
+    pass = one->around->pass;
   }
   return pass;
+}
+
+bool Passes::runs_inside(int pass) {
+  if (current_pass() == pass) return true;
+  for (auto one = current_evaluation(); one != nullptr; one = one->around) {
+    if (one->pass == pass) return true;
+  }
+  return false;
 }
 
 bool Passes::runs_beside(int other) const {
@@ -306,8 +350,11 @@ bool Passes::is_complete(const Node* accumulation, const pager::Page& page,
     }
   }
   // What runs here has accumulated what it will, if it runs one pass only.
-  users -= std::count_if(evaluations.begin(), evaluations.end(),
-                         [&](const Evaluation* one) { return one->one_pass && one->uses(page); });
+  for (auto one = current_evaluation(); one != nullptr; one = one->around) {
+    if (!one->one_pass || !one->uses(page)) continue;
+    const auto pass = passes_.find(one->pass);
+    if (pass != passes_.end() && pass->second->functions.contains(one->node)) --users;
+  }
   return users <= 0;
 }
 
@@ -316,12 +363,25 @@ bool Passes::under_way(int pass) const {
   return passes_.contains(pass);
 }
 
+void Passes::mark_scaled() {
+  begin(current_pass());
+  const Lock lock(mutex_);
+  const auto found = passes_.find(outermost(current_pass(), lock));
+  if (found != passes_.end()) found->second->scaled = true;
+}
+
+bool Passes::is_scaled() const {
+  const Lock lock(mutex_);
+  const auto found = passes_.find(outermost(current_pass(), lock));
+  return found != passes_.end() && found->second->scaled;
+}
+
 bool Passes::distrust_running_functions() {
   bool any = false;
   const Lock lock(mutex_);
-  for (const Evaluation* evaluation : evaluations) {
-    if (!evaluation->function || kind_of(*evaluation->node, lock) != Kind::Python) continue;
-    distrusted_.insert(evaluation->name);
+  for (auto one = current_evaluation(); one != nullptr; one = one->around) {
+    if (one->kind != Kind::Python) continue;
+    distrusted_.insert(one->name);
     any = true;
   }
   return any;
@@ -333,8 +393,6 @@ void Passes::before_fork() {
 
 void Passes::after_fork(bool in_child) {
   if (in_child) {
-    evaluations.clear();
-    deep_.clear();
     for (auto& [number, pass] : passes_) pass.release();  // locks in it may be anybody's
     passes_.clear();
   }

@@ -58,6 +58,8 @@ class Passes {
 
   /// Whether `other` is under way, and neither inside the pass that this thread runs nor around it.
   bool runs_beside(int other) const;
+  /// Whether this thread runs `pass`, or one inside it.
+  static bool runs_inside(int pass);
   /// Listens to the pass that this thread runs, or to the outermost of those around it, until that
   /// ends; returns its number.
   int listen(const std::weak_ptr<PassListener>& listener);
@@ -66,6 +68,10 @@ class Passes {
   bool accumulated(const at::Tensor& parameter, const pager::Page& page);
   bool is_complete(const at::Tensor& parameter, const pager::Page& page) const;
   bool under_way(int pass) const;
+  /// The loss of the pass that this thread runs, or of one around it, was multiplied by a scale
+  /// that is not the engine's.
+  void mark_scaled();
+  bool is_scaled() const;
   /// What forward says of the functions that are running on this thread is not all: from now on
   /// those of their names may use anything, and gradients wait for their end. False: none is
   /// running.
@@ -78,22 +84,23 @@ class Passes {
   enum class Kind : std::uint8_t { Plain, Accumulation, Python, Cpp };
   struct Pass;
   struct Ending;
-  class Evaluation;
+  struct Evaluation;
+  struct Running;
 
+  /// What this thread is in; null: no pass that is known.
+  static std::shared_ptr<Evaluation> current_evaluation();
   void begin(int number);
   void pass_ends(int number);
   void pass_fails(int number) noexcept;
   Kind kind_of(const Node& node, const Lock& lock);
   void add_function(Pass& pass, const Node& node, Kind kind, bool distrusted, const Lock& lock);
+  const Pass* pass_around(const Pass& pass, const Lock& lock) const;
   int outermost(int pass, const Lock& lock) const;
   bool is_complete(const Node* accumulation, const pager::Page& page, const Lock& lock) const;
   std::vector<std::weak_ptr<PassListener>> take_listeners(int pass);
 
-  static thread_local std::vector<Evaluation*> evaluations;  // on this thread, the innermost last
-
   mutable RankedMutex<LockRank::Passes> mutex_;
   std::unordered_map<int, std::unique_ptr<Pass>> passes_;      // guarded by mutex_
-  std::vector<int> deep_;                                      // guarded by mutex_; see begin()
   std::unordered_map<std::type_index, Kind> kinds_;            // guarded by mutex_
   std::unordered_map<std::type_index, bool> cpp_runs_passes_;  // guarded by mutex_; of those seen
   std::unordered_set<std::string> distrusted_;                 // guarded by mutex_: functions

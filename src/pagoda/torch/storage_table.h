@@ -23,8 +23,8 @@ struct AttachedParameter;
 ///
 /// find() is called for every tensor of every operator, from any thread, and takes no lock: a table
 /// is replaced by a larger one as a whole, and replaced ones are kept (they are few, and a reader
-/// may still be in one). An entry goes only when its object has died or its engine ends, and then
-/// nobody can be looking for it.
+/// may still be in one). An entry goes when its object has died, and then nobody can be looking for
+/// it, or when it becomes a plain one or its engine ends: TableUse says who may still use it.
 template <class Key, class Value>
 class ObjectTable {
  public:

@@ -13,6 +13,7 @@
 
 #include "pagoda/base/error.h"
 #include "pagoda/base/ranked_mutex.h"
+#include "pagoda/base/start_thread.h"
 
 namespace pagoda::torch {
 
@@ -34,7 +35,7 @@ struct StoreBoard::State {
 StoreBoard::StoreBoard(c10::intrusive_ptr<::c10d::Store> store, std::chrono::milliseconds patience)
     : patience_(patience), state_(std::make_shared<State>()) {
   state_->store = std::move(store);
-  state_->thread = std::thread([state = state_] { serve(state); });
+  state_->thread = start_thread([state = state_] { serve(state); });
 }
 
 StoreBoard::~StoreBoard() {

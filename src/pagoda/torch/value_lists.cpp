@@ -10,6 +10,7 @@
 #include "pagoda/pager/pager.h"
 #include "pagoda/torch/page_storage.h"
 #include "pagoda/torch/storage_table.h"
+#include "pagoda/torch/table_use.h"
 
 namespace pagoda::torch {
 namespace {
@@ -18,8 +19,11 @@ namespace {
 bool is_unannounced_page(const at::Tensor& tensor) {
   if (tensor.unsafeGetTensorImpl()->pyobj_slot()->load_pyobj() == nullptr) return false;
   if (StorageTable::instance().empty() || !tensor.has_storage()) return false;
-  const PageStorage* storage = StorageTable::instance().find(
-      tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
+  const auto* key = tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+  if (StorageTable::instance().find(key) == nullptr) return false;
+  TableUse use;
+  use.enter();
+  const PageStorage* storage = StorageTable::instance().find(key);
   return storage != nullptr && !pager::Pager::pinned_by_this_thread(*storage->page());
 }
 

@@ -76,15 +76,22 @@ def reset(session: Session, event: Event, layer: int) -> None:
 
 @habit
 def exchange(session: Session, event: Event, parameter: int, frozen: bool) -> None:
-    """p.data = another tensor; the next operator sees it."""
+    """p.data = another tensor; the next operator sees it. Every other time the one of before comes
+    back, and what has kept it sees the same values throughout."""
     whole = [p for p in session.model.parameters() if p.is_floating_point() and p.is_contiguous()
              and 0 < p.numel() * p.element_size() == p.untyped_storage().nbytes()
              and p.requires_grad != frozen]
     if not whole:
         return
+    if "former" in session.kept:
+        session.see("former", session.kept["former"].sum())
     p = whole[parameter % len(whole)]
-    p.data = p.data * 0.9375
+    former = session.kept["former"] = p.data
+    p.data = former * 0.9375
     session.see("exchanged", p.sum())
+    if event.number % 2 == 0:
+        p.data = former
+        session.see("back", p.sum())
 
 
 @habit

@@ -9,11 +9,47 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <pthread.h>
 
 #include "pagoda/base/error.h"
 
 namespace pagoda {
 namespace {
+
+/// Stacks that no machine has room for, while it lives: a thread cannot be started.
+class NoThreads {
+ public:
+  NoThreads() {
+    ::pthread_getattr_default_np(&before_);
+    pthread_attr_t huge;
+    ::pthread_attr_init(&huge);
+    ::pthread_attr_setstacksize(&huge, std::size_t{1} << 47);
+    ::pthread_setattr_default_np(&huge);
+    ::pthread_attr_destroy(&huge);
+  }
+  ~NoThreads() {
+    ::pthread_setattr_default_np(&before_);
+    ::pthread_attr_destroy(&before_);
+  }
+
+ private:
+  pthread_attr_t before_;
+};
+
+TEST(ThreadPool, AThreadThatCannotBeStartedSaysWhichLimitsThereAre) {
+  std::string said;
+  {
+    const NoThreads limited;
+    try {
+      const ThreadPool pool(2, "none");
+    } catch (const EngineError& error) {
+      said = error.what();
+    }
+  }
+  EXPECT_THAT(said, ::testing::AllOf(::testing::HasSubstr("no thread can be started"),
+                                     ::testing::HasSubstr("ulimit -"),
+                                     ::testing::HasSubstr("lower fetch_threads")));
+}
 
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;

@@ -3,11 +3,14 @@
 
 #include <filesystem>
 #include <fstream>
+#include <iterator>
 #include <thread>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>
+#include <sys/stat.h>
+#include <sys/sysmacros.h>
 
 #include "pagoda/base/error.h"
 
@@ -133,6 +136,76 @@ TEST(Trace, WritesAFileOrSaysWhyNot) {
     EXPECT_THAT(e.what(), ::testing::AllOf(::testing::HasSubstr("path=/no/such/directory/"),
                                            ::testing::HasSubstr("No such file")));
   }
+}
+
+/// A folder with a file in it, which go with the test.
+class TracePath : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    ASSERT_NE(::mkdtemp(folder_.data()), nullptr);
+    std::ofstream(file()) << "before";
+    trace::start();
+    trace::instant("test", "kept");
+    trace::stop();
+  }
+  void TearDown() override { std::filesystem::remove_all(folder_); }
+
+  std::filesystem::path in_folder(const char* name) const {
+    return std::filesystem::path(folder_) / name;
+  }
+  std::filesystem::path file() const { return in_folder("file"); }
+  static bool has_trace(const std::filesystem::path& path) {
+    std::ifstream in(path);
+    return events(json::parse(in), "kept").size() == 1;
+  }
+  std::size_t entries() const {
+    const std::filesystem::directory_iterator all(folder_);
+    return static_cast<std::size_t>(std::distance(begin(all), end(all)));
+  }
+
+ private:
+  std::string folder_ = ::testing::TempDir() + "/pagoda_trace_XXXXXX";
+};
+
+TEST_F(TracePath, LinksAreFollowed) {
+  std::filesystem::create_symlink("file", in_folder("link"));
+  std::filesystem::create_symlink(in_folder("link"), in_folder("link_to_link"));
+  std::filesystem::create_symlink("fresh", in_folder("dangling"));
+  std::filesystem::create_symlink("round", in_folder("round"));
+  trace::write(in_folder("link_to_link"));
+  trace::write(in_folder("dangling"));
+  EXPECT_THROW(trace::write(in_folder("round")), EngineError);
+  for (const char* link : {"link", "link_to_link", "dangling", "round"}) {
+    EXPECT_TRUE(std::filesystem::is_symlink(in_folder(link))) << link;
+  }
+  EXPECT_TRUE(has_trace(file()));
+  EXPECT_TRUE(has_trace(in_folder("fresh")));
+  EXPECT_EQ(entries(), 6U);
+}
+
+TEST_F(TracePath, ACharacterDeviceIsWrittenTo) {
+  const auto path = in_folder("null");
+  if (::mknod(path.c_str(), S_IFCHR | 0600, makedev(1, 3)) != 0) {
+    GTEST_SKIP() << "needs the right to make device nodes: mknod(2) failed";
+  }
+  trace::write(path);
+  EXPECT_TRUE(std::filesystem::is_character_file(path));
+  EXPECT_EQ(entries(), 2U);
+}
+
+TEST_F(TracePath, PipesAndFoldersAreRefused) {
+  ASSERT_EQ(::mkfifo(in_folder("fifo").c_str(), 0600), 0);
+  std::filesystem::create_directory(in_folder("folder"));
+  for (const char* name : {"fifo", "folder"}) {
+    try {
+      trace::write(in_folder(name));
+      FAIL() << name;
+    } catch (const EngineError& e) {
+      EXPECT_THAT(e.what(), ::testing::HasSubstr("cannot write the trace file")) << name;
+    }
+  }
+  EXPECT_TRUE(std::filesystem::is_fifo(in_folder("fifo")));
+  EXPECT_EQ(entries(), 3U) << "nothing is left beside them";
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <filesystem>
 #include <fstream>
+#include <limits>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -101,24 +102,35 @@ TEST(ConfigJson, ErrorsSayWhatIsWrong) {
   EXPECT_THAT(json_error("[1]"), HasSubstr("not a JSON object"));
   EXPECT_THAT(json_error(R"({"zerro": 1})"), HasSubstr("did you mean 'zero'?"));
   EXPECT_THAT(json_error(R"({"zero": "1"})"),
-              HasSubstr("zero = '1' is not allowed: it is a text; it takes a whole number from 0"));
+              HasSubstr("zero = '1' is not allowed: it is a string; expected an integer from 0"));
   EXPECT_THAT(json_error(R"({"zero": 1.5})"),
-              HasSubstr("zero = 1.5 is not allowed: it takes a whole number from 0 to 3"));
-  EXPECT_THAT(json_error(R"({"zero": 1, "zero": 2})"), HasSubstr("'zero' is there twice"));
+              HasSubstr("zero = 1.5 is not allowed: expected an integer from 0 to 3"));
+  EXPECT_THAT(json_error(R"({"zero": 1, "zero": 2})"), HasSubstr("'zero' appears twice"));
   EXPECT_THAT(json_error(R"({"checksums": 1})"),
-              HasSubstr("checksums = 1 is not allowed: it takes true or false"));
+              HasSubstr("checksums = 1 is not allowed: expected true or false"));
   EXPECT_THAT(json_error(R"({"device": 0})"),
-              HasSubstr("device = 0 is not allowed: it takes auto,"));
+              HasSubstr("device = 0 is not allowed: expected auto,"));
   EXPECT_THAT(json_error(R"({"device": "tpu"})"), HasSubstr("device = 'tpu' is not allowed"));
   EXPECT_THAT(json_error(R"({"device_budget": -1})"),
               HasSubstr("device_budget = -1 is not allowed"));
   EXPECT_THAT(json_error(R"({"device_budget": "-1"})"), HasSubstr("device_budget = '-1' is not"));
   EXPECT_THAT(json_error(R"({"device_budget": [1]})"),
-              HasSubstr("device_budget = [1] is not allowed: it takes a byte size"));
+              HasSubstr("device_budget = [1] is not allowed: expected a byte size"));
   EXPECT_THAT(json_error(R"({"device_budget": 1e30})"), HasSubstr("more than 64 bits can count"));
   EXPECT_THAT(json_error(R"({"device_budget": {"x": 1, "x": 2}})"), HasSubstr("device_budget"));
-  EXPECT_THAT(json_error(R"({"nvme": [1]})"), HasSubstr("it takes a list of directories"));
-  EXPECT_THAT(json_error(R"({"nvme": 1})"), HasSubstr("it takes a list of directories"));
+  EXPECT_THAT(json_error(R"({"nvme": [1]})"), HasSubstr("expected a list of directories"));
+  EXPECT_THAT(json_error(R"({"nvme": 1})"), HasSubstr("expected a list of directories"));
+}
+
+TEST(ConfigJson, AnInfiniteClipIsAText) {
+  EXPECT_EQ(Config::from_json(R"({"clip": 1.5})").clip, 1.5);
+  const Config config = Config::from_json(R"({"clip": "inf"})");
+  EXPECT_EQ(config.clip, std::numeric_limits<double>::infinity());
+  EXPECT_THAT(config.to_json(), testing::HasSubstr("\"clip\": \"inf\""));
+  EXPECT_EQ(Config::from_json(config.to_json()), config);
+  config.validate();
+  EXPECT_THAT(json_error(R"({"clip": "1"})"),
+              testing::HasSubstr("it is a string; expected a number"));
 }
 
 TEST(ConfigJson, FilesAreReadAndNamedInErrors) {

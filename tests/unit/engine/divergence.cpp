@@ -130,6 +130,61 @@ TEST(Divergence, OfSettingsNamesTheSettingAndBothValuesAndTheEnginesLive) {
   }
 }
 
+TEST(Divergence, OfTimeoutsIsAnErrorOfTheEngine) {
+  const log::Capture quiet([](auto, const auto&) {});
+  const auto ended = run_ranks(3, [&](auto world) {
+    SmallRank::Options mine = plain();
+    mine.config.timeout = world->rank() == 1 ? 30 : 20;
+    const SmallRank rank(mine, world);
+  });
+  EXPECT_THAT(ended,
+              Each(HasSubstr("the ranks differ in timeout: it is 20 on rank 0 and 30 on rank 1")));
+}
+
+TEST(Divergence, OfLongNamesIsOne) {
+  const log::Capture quiet([](auto, const auto&) {});
+  const auto ended = run_ranks(2, [&](auto world) {
+    SmallRank rank(plain(), world);
+    rank.attach();
+    std::string name;  // in which every place is inside of a character, or at its end
+    for (int i = 0; i < 100; ++i) name += "é";
+    rank.runtime().pager().rename(rank.page(1), name + " 1");
+    rank.runtime().pager().rename(rank.page(2), name + " 2");
+    const std::size_t page = world->rank() == 0 ? 1 : 2;
+    std::vector<float> to(rank.page(page).elements);
+    rank.runtime().read_gradient(rank.page(page), to);
+  });
+  EXPECT_THAT(ended, Each(AllOf(HasSubstr("é…é"), HasSubstr("é 1')"), HasSubstr("é 2')"))));
+}
+
+TEST(RefusedCall, OfOneRankIsNoneOfAny) {
+  const auto ended = run_ranks(3, [&](auto world) {
+    SmallRank rank(plain(), world);
+    rank.attach();
+    for (int step = 0; step < 2; ++step) {
+      rank.backward(step);
+      rank.step();
+    }
+    const std::string who = world->rank() == 0 ? "" : "rank 0: ";
+    rank.backward(2, world->rank() == 0);
+    EXPECT_THAT(thrown_by([&] { rank.runtime().zero_grad(); }),
+                testing::StartsWith(who + "zero_grad() came between the last backward()"));
+    EXPECT_THAT(thrown_by([&] { rank.runtime().grad_norm(); }),
+                testing::StartsWith(who + "grad_norm() was called between the last backward()"));
+    rank.step();
+    if (world->rank() == 2) {  // a rank that has joined is not disturbed
+      rank.join();
+    } else {
+      rank.backward(3, world->rank() == 0);
+      EXPECT_THAT(thrown_by([&] { rank.runtime().zero_grad(); }), HasSubstr("zero_grad() came"));
+      rank.step();
+      rank.join();
+    }
+    rank.release();
+  });
+  EXPECT_THAT(ended, Each(IsEmpty()));
+}
+
 TEST(Divergence, OfClippingAfterAttachFailedCanBeMended) {
   const auto ended = run_ranks(2, [&](auto world) {
     SmallRank rank(plain(), world);

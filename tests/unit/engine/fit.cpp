@@ -4,6 +4,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 
 #include "pagoda/comm/solo_world.h"
 #include "pagoda/engine/backend.h"
@@ -76,6 +77,17 @@ TEST(Fit, AFileSystemIsSharedByItsDirectoriesAndRanks) {
   if (small < std::filesystem::space(a).available / 4) {
     EXPECT_LE(default_swap({a, "/dev/shm"}, 1), small);
   }
+}
+
+TEST(Fit, ByDefaultNoFileIsLargerThanThisProcessMayMake) {
+  const io::ScratchDirectory scratch;
+  struct rlimit before {};
+  ASSERT_EQ(::getrlimit(RLIMIT_FSIZE, &before), 0);
+  const struct rlimit lower { 1_MiB, before.rlim_max };
+  ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &lower), 0);
+  const Bytes capacity = default_swap({scratch.path().string()}, 1);
+  ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &before), 0);
+  EXPECT_EQ(capacity, 1_MiB);
 }
 
 TEST(Fit, GradientsOnTheDeviceTakeTheRoomOfPagesThatAreThereByChance) {

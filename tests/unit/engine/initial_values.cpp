@@ -23,6 +23,11 @@ using Bits = SmallRank::Bits;
 /// What the engines write to the log while it lives.
 class Lines {
  public:
+  Lines() { log::set_level(log::Level::Info); }
+  Lines(const Lines&) = delete;
+  Lines& operator=(const Lines&) = delete;
+  ~Lines() { log::set_level(before_); }
+
   std::vector<std::string> with(const std::string& text) {
     const std::lock_guard lock(mutex_);
     std::vector<std::string> out;
@@ -32,6 +37,7 @@ class Lines {
   }
 
  private:
+  const log::Level before_ = log::level();
   std::mutex mutex_;
   std::vector<std::string> lines_;
   log::Capture capture_{[this](log::Level, const std::string& line) {
@@ -86,7 +92,7 @@ TEST_P(InitialValuesOf, AllRanksAreThoseOfTheFirst) {
     EXPECT_EQ(rank.release(), trained);
   });
   EXPECT_THAT(ended, Each(std::string()));
-  EXPECT_THAT(lines.with("different values"),
+  EXPECT_THAT(lines.with("broadcast rank 0's values"),
               testing::ElementsAre(
                   AllOf(HasSubstr("in 4 of 4 parameters on rank 1"), HasSubstr("'page 0' first"))));
 }
@@ -102,7 +108,7 @@ TEST_P(InitialValuesOf, OnlyWhatDiffersIsSent) {
     EXPECT_EQ(rank.values(), SmallRank(mine, comm::make_solo_world()).initial());
   });
   EXPECT_THAT(ended, Each(std::string()));
-  EXPECT_THAT(lines.with("different values"),
+  EXPECT_THAT(lines.with("broadcast rank 0's values"),
               testing::ElementsAre(
                   AllOf(HasSubstr("in 1 of 4 parameters on rank 1"), HasSubstr("'page 2' first"))));
 }
@@ -117,7 +123,7 @@ TEST_P(InitialValuesOf, EqualOnesAreLeftAlone) {
     EXPECT_EQ(rank.values(), rank.initial());
   });
   EXPECT_THAT(ended, Each(std::string()));
-  EXPECT_TRUE(lines.with("different values").empty());
+  EXPECT_TRUE(lines.with("broadcast rank 0's values").empty());
 }
 
 TEST_P(InitialValuesOf, WhatWasWrittenBeforeCounts) {
@@ -184,7 +190,7 @@ TEST(InitialBuffers, AreThoseOfTheFirstRank) {
     EXPECT_EQ(same.bits, Buffer(100, 7).bits);
   });
   EXPECT_THAT(ended, Each(std::string()));
-  EXPECT_THAT(lines.with("different values"),
+  EXPECT_THAT(lines.with("broadcast rank 0's values"),
               testing::ElementsAre(HasSubstr("0 of 4 parameters and 1 of 2 buffers on rank 1, "
                                              "'mean' first")));
 }

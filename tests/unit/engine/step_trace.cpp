@@ -65,9 +65,22 @@ TEST(StepTrace, IsWrittenForWhatThereIsWhenTrainingEndsEarlier) {
   EXPECT_EQ(occurrences(contents(directory.path() / "trace.json"), R"("name":"step")"), 2U);
 }
 
-TEST(StepTrace, ThatCannotBeWrittenDoesNotEndTheTraining) {
+TEST(StepTrace, ThatCannotBeWrittenIsRefusedBeforeTheTraining) {
   const io::ScratchDirectory directory;
-  EXPECT_NO_THROW(rehearse(short_training(directory.path() / "absent" / "trace.json")));
+  EXPECT_THROW(rehearse(short_training(directory.path() / "absent" / "trace.json")), UserError);
+}
+
+TEST(StepTrace, ThatCannotBeWrittenLaterDoesNotEndTheTraining) {
+  const io::ScratchDirectory directory;
+  const auto gone = directory.path() / "gone";
+  std::filesystem::create_directory(gone);
+  {
+    StepTrace trace(gone / "trace.json", "1", 0, 1);
+    trace.stepped(0);
+    std::filesystem::remove_all(gone);
+    trace.stepped(1);
+  }
+  EXPECT_FALSE(std::filesystem::exists(gone));
 }
 
 TEST(StepTrace, IsOneFileForEachRank) {

@@ -6,6 +6,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -36,6 +37,23 @@ TEST(SwapFile, ADirectoryThatIsNoneIsTheUsersError) {
 
 TEST(SwapFile, ADirectoryThatCannotBeWrittenToIsTheUsersError) {
   EXPECT_THAT(refusal("/proc/self"), HasSubstr("nvme directory '/proc/self' cannot be used"));
+}
+
+TEST(SwapFile, AFileLargerThanTheLimitNamesIt) {
+  const ScratchDirectory scratch;
+  struct rlimit before {};
+  ASSERT_EQ(::getrlimit(RLIMIT_FSIZE, &before), 0);
+  const struct rlimit lower { 1_MiB, before.rlim_max };
+  ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &lower), 0);
+  std::string said;
+  EXPECT_EQ(file_size_limit(), 1_MiB);
+  try {
+    const SwapFile file(scratch.path(), 2_MiB, {});
+  } catch (const UserError& error) {
+    said = error.what();
+  }
+  ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &before), 0);
+  EXPECT_THAT(said, HasSubstr("RLIMIT_FSIZE (ulimit -f) allows, 1 MiB: raise the limit, lower"));
 }
 
 TEST(SwapFile, ZerosAreWrittenWhereAskedFor) {

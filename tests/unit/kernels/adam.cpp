@@ -84,6 +84,7 @@ TEST(Adam, RefusesWhatMakesNoSense) {
   EXPECT_THROW(adam_step({.eps = -1e-8}, {}, good), UserError);
   EXPECT_THROW(adam_step({}, {.number = 0}, good), UserError);
   EXPECT_THROW(adam_step({}, {.grad_scale = INFINITY}, good), UserError);
+  EXPECT_THROW(adam_step({}, {.grad_scale = 1e39}, good), UserError) << "infinite as fp32";
 
   const auto broken = [&](auto change) {
     OptimizerShard shard = good;

@@ -1,8 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // A stream that fails under an operator: nothing is lost, nothing stays pinned, and the process
 // goes on.
+#include <algorithm>
+#include <array>
 #include <atomic>
+#include <barrier>
 #include <chrono>
+#include <latch>
 #include <optional>
 #include <thread>
 
@@ -11,6 +15,7 @@
 
 #include "pagoda/base/error.h"
 #include "pagoda/device/emulated/emulated_device.h"
+#include "pagoda/device/host/host_device.h"
 #include "pagoda/pager/page_record.h"
 #include "pagoda/pager/pager.h"
 #include "unit/pager/plain_binding.h"
@@ -201,16 +206,127 @@ TEST_F(FailingPager, APageDeniedToAnOperatorIsAsBeforeWhenTheOperatorHasEnded) {
   EXPECT_EQ(binding(a).why(), "too large");
   pager_->allow({both.data(), 1});
   other.join();
-  // One that another operator runs on is not taken away from it.
-  const Access running{&a, false};
-  Pin pin = pager_->touch({&running, 1}, 0, nullptr);
-  pager_->deny({&running, 1}, "too large");
-  EXPECT_NE(binding(a).data(), nullptr);
-  pin.release();
+}
+
+TEST_F(FailingPager, APageIsDeniedToAnOperatorInsideOneThatHasIt) {
+  Page& a = page(1);
+  const Access access{&a, false};
+  Pin outer = pager_->touch({&access, 1}, 0, nullptr);
+  std::byte* const data = binding(a).data();
+  pager_->deny({&access, 1}, "not now");
   EXPECT_EQ(binding(a).data(), nullptr);
-  EXPECT_EQ(binding(a).why(), "too large");
-  pager_->allow({&running, 1});
-  EXPECT_THAT(binding(a).why(), HasSubstr("raw pointer"));
+  EXPECT_EQ(binding(a).why(), "not now");
+  {  // What runs inside the denied operator may read it, and that alone.
+    Pin inner = pager_->touch({&access, 1}, 0, nullptr);
+    EXPECT_EQ(binding(a).data(), data);
+    EXPECT_EQ(first_byte(a), std::byte{1});
+    EXPECT_EQ(binding(a).data(), data);
+    inner.release();
+    EXPECT_EQ(binding(a).data(), nullptr);
+    EXPECT_EQ(binding(a).why(), "not now");
+  }
+  pager_->allow({&access, 1});
+  EXPECT_EQ(binding(a).data(), data) << "the operator around it goes on";
+  outer.release();
+  EXPECT_EQ(binding(a).data(), nullptr);
+}
+
+TEST_F(FailingPager, APageIsDeniedWhenOperatorsOfOtherThreadsAreDoneWithIt) {
+  Page& a = page(1);
+  Page& b = page(2);
+  const Access access{&a, false};
+  std::latch has_it{1};
+  std::atomic<bool> done = false;
+  std::thread other([&] {
+    Pin pin = pager_->touch({&access, 1}, 0, nullptr);
+    has_it.count_down();
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    EXPECT_NE(binding(a).data(), nullptr) << "it is taken away from an operator that runs";
+    // Operators inside that one do not wait for who waits for it.
+    EXPECT_EQ(first_byte(a), std::byte{1});
+    EXPECT_EQ(first_byte(b), std::byte{2});
+    done = true;
+    pin.release();
+  });
+  has_it.wait();
+  const std::array<Access, 2> both = {access, Access{&b, true}};
+  pager_->deny(both, "not now");
+  EXPECT_TRUE(done);
+  EXPECT_EQ(binding(a).data(), nullptr);
+  EXPECT_EQ(binding(b).data(), nullptr);
+  pager_->allow(both);
+  other.join();
+  EXPECT_EQ(first_byte(a), std::byte{1});
+}
+
+// Each is inside an operator that has the page which the other one is denied.
+TEST_F(FailingPager, TwoThreadsWhoDenyEachOtherGoOn) {
+  Page& a = page(1);
+  Page& b = page(2);
+  std::barrier have{2};
+  const auto run = [&](Page& mine, Page& denied) {
+    const Access outer{&mine, false};
+    const Access inner{&denied, true};
+    Pin pin = pager_->touch({&outer, 1}, 0, nullptr);
+    have.arrive_and_wait();
+    for (int i = 0; i < 100; ++i) {
+      pager_->deny({&inner, 1}, "not now");
+      EXPECT_EQ(binding(denied).data(), nullptr);
+      EXPECT_NE(binding(mine).data(), nullptr);
+      pager_->allow({&inner, 1});
+      EXPECT_NE(binding(mine).data(), nullptr);
+      EXPECT_EQ(first_byte(mine), mine.id == 0 ? std::byte{1} : std::byte{2});
+    }
+  };
+  std::jthread other([&] { run(b, a); });
+  run(a, b);
+}
+
+/// Another rank, which may be gone.
+struct OtherRank final : RemoteShards {
+  void pull(PageId, std::uint64_t, std::span<const Piece> pieces) override {
+    if (gone) throw EngineError("rank 1 is gone");
+    for (const Piece& piece : pieces) std::fill(piece.to.begin(), piece.to.end(), std::byte{5});
+  }
+
+  bool gone = false;
+};
+
+TEST(FailedRefetch, LeavesAHeldPageWhereItIs) {
+  for (const bool emulated : {false, true}) {
+    constexpr Bytes kBytes = 256_KiB;
+    Tiers::Options options;
+    options.device = emulated ? device::emulated::make_device() : device::host::make_device({});
+    options.device_budget = 4 * kBytes;
+    options.host_budget = 64_MiB;
+    Tiers tiers(options);
+    OtherRank other;
+    PlainBinding binding;
+    Pager::Options pages;
+    pages.sharding.ranks = 2;
+    Pager pager(tiers, pages);
+    pager.set_remote(&other);
+    const std::vector<std::byte> contents(kBytes, std::byte{5});
+    Page& page = pager.adopt("page", kBytes / 2, 2, Placement::Host, contents.data(),
+                             device::Direction::HostToHost);
+    pager.set_binding(page, &binding);
+    pager.set_home_range(page, pager.shard_of(page), Placement::Host);
+
+    std::optional<Hold> hold = pager.hold(page, nullptr);
+    std::byte* const data = binding.data();
+    other.gone = true;
+    Page* const updated = &page;
+    const std::vector<Page*> exposed = pager.mark_pending({&updated, 1});
+    pager.updated(page, pager.look(page).wanted);
+    EXPECT_THROW(pager.refresh(exposed), EngineError);
+    EXPECT_EQ(binding.data(), data);
+    EXPECT_EQ(data[0], std::byte{5});
+    hold.reset();
+    EXPECT_TRUE(pager.written().pages.empty());
+    other.gone = false;
+    const Hold again = pager.hold(page, nullptr);
+    EXPECT_EQ(binding.data()[kBytes - 1], std::byte{5});
+  }
 }
 
 }  // namespace

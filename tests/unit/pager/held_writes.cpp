@@ -8,6 +8,7 @@
 #include "pagoda/device/host/host_device.h"
 #include "pagoda/pager/pager.h"
 #include "unit/io/scratch_directory.h"
+#include "unit/pager/add_one.h"
 #include "unit/pager/plain_binding.h"
 
 namespace pagoda::pager {
@@ -67,6 +68,49 @@ TEST_P(HeldWrites, Count) {
 
 TEST_P(HeldWrites, AreUndoneAndToldWhereTheyAreRefused) {
   write_held(RawWrites::Refuse);
+  EXPECT_EQ(seen(), std::byte{1});
+  EXPECT_THAT(pager_.take_reported_writes(), testing::ElementsAre("page"));
+}
+
+/// The same with a hold inside the one that writes.
+class NestedHolds : public HeldWrites {
+ protected:
+  void write_held_twice(Page& page, PlainBinding& binding, RawWrites writes) {
+    const Hold outer = pager_.hold(page, nullptr, false, writes);
+    binding.data()[7] = std::byte{2};
+    const Hold inner = pager_.hold(page, nullptr, false, writes);
+  }
+};
+
+INSTANTIATE_TEST_SUITE_P(, NestedHolds, testing::Values(false),
+                         [](const auto& /*info*/) { return "RoomyHost"; });
+
+TEST_P(NestedHolds, CountWhatWasWrittenBefore) {
+  const std::vector<std::byte> ones(kHeldBytes, std::byte{1});
+  PlainBinding binding;
+  Page& page = pager_.adopt("moves", kHeldBytes / 2, 2, Placement::Host, ones.data(),
+                            device::Direction::HostToHost);
+  pager_.set_binding(page, &binding);
+  write_held_twice(page, binding, RawWrites::Count);
+  ASSERT_TRUE(pager_.evict(page));
+  const Access access{&page, false};
+  Pin pin = pager_.touch({&access, 1}, 0, nullptr);
+  EXPECT_EQ(binding.data()[7], std::byte{2});
+  pin.release();
+  pager_.drop(page);
+}
+
+TEST_P(NestedHolds, LetMastersFollow) {
+  AddOne updates(tiers_, pager_);
+  pager_.set_pending_updates(&updates);
+  write_held_twice(*page_, binding_, RawWrites::Count);
+  pager_.write_back(*page_);
+  EXPECT_EQ(updates.changed(*page_), 1);
+  pager_.set_pending_updates(nullptr);
+}
+
+TEST_P(NestedHolds, UndoWhatIsRefused) {
+  write_held_twice(*page_, binding_, RawWrites::Refuse);
   EXPECT_EQ(seen(), std::byte{1});
   EXPECT_THAT(pager_.take_reported_writes(), testing::ElementsAre("page"));
 }

@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // What is said of an operator whose pages do not fit on the device together.
+#include <atomic>
+#include <barrier>
 #include <optional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include <gmock/gmock.h>
@@ -33,6 +36,31 @@ TEST_P(TooLargeOn, NamesThePagesAndTheirSizes) {
   }
   EXPECT_EQ(seen(a), std::vector<std::byte>(20'000, std::byte{1})) << "nothing stays pinned";
   EXPECT_EQ(seen(b), std::vector<std::byte>(20'000, std::byte{2}));
+}
+
+// Each of two threads is inside an operator that has a page and needs one more; there is room for
+// two. One of them is told so, and the other one goes on.
+TEST_P(TooLargeOn, IsSaidToOneOfTwoThreadsThatWouldWaitForEachOther) {
+  Page* pages[] = {&page(16'000, 1), &page(16'000, 2), &page(16'000, 3), &page(16'000, 4)};
+  std::barrier have{2};
+  std::atomic<int> failed = 0;
+  const auto run = [&](Page& outer, Page& inner) {
+    const Access access{&outer, false};
+    const Pin pin = pager_->touch({&access, 1}, 0, nullptr);
+    have.arrive_and_wait();
+    try {
+      EXPECT_EQ(seen(inner), std::vector<std::byte>(16'000, std::byte(inner.id + 1)));
+    } catch (const OperatorTooLarge& error) {
+      ++failed;
+      EXPECT_THAT(error.message(), HasSubstr("32 KiB of it pinned"));
+      EXPECT_THAT(error.message(), HasSubstr("raise device_budget to at least 48 KiB"));
+    }
+  };
+  {
+    std::jthread other([&] { run(*pages[2], *pages[3]); });
+    run(*pages[0], *pages[1]);
+  }
+  EXPECT_EQ(failed, 1);
 }
 
 /// Touches 40 pages of different sizes at once. Empty, or what was said against it.

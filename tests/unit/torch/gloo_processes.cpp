@@ -141,7 +141,7 @@ TEST_F(WorldFromEnv, NamesWhatIsMissingOrMakesNoSense) {
   set("0", "2", "127.0.0.1", "");
   EXPECT_THAT(error(), HasSubstr("not MASTER_PORT"));
   set("2", "2", "127.0.0.1", "29500");
-  EXPECT_THAT(error(), HasSubstr("RANK must be a whole number from 0 to 1, not '2'"));
+  EXPECT_THAT(error(), HasSubstr("RANK must be an integer from 0 to 1, not '2'"));
   set("0", "two", "127.0.0.1", "29500");
   EXPECT_THAT(error(), HasSubstr("WORLD_SIZE must be"));
   set("0", "2", "127.0.0.1", "65536");

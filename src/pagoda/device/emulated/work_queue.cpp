@@ -4,12 +4,14 @@
 #include <utility>
 
 #include "pagoda/base/log.h"
+#include "pagoda/base/start_thread.h"
 #include "pagoda/base/trace.h"
 
 namespace pagoda::device::emulated {
 
 WorkQueue::WorkQueue(std::string name)
-    : state_(std::make_shared<State>(std::move(name))), thread_([state = state_] { run(state); }) {}
+    : state_(std::make_shared<State>(std::move(name))),
+      thread_(start_thread([state = state_] { run(state); })) {}
 
 WorkQueue::~WorkQueue() {
   {

@@ -13,6 +13,7 @@
 
 #include "pagoda/base/aligned_buffer.h"
 #include "pagoda/base/ranked_mutex.h"
+#include "pagoda/base/start_thread.h"
 
 namespace pagoda::io {
 namespace {
@@ -20,7 +21,7 @@ namespace {
 /// Completes requests at a later time.
 class Delayer {
  public:
-  Delayer() : thread_([this] { work(); }) {}
+  Delayer() : thread_(start_thread([this] { work(); })) {}
   Delayer(const Delayer&) = delete;
   Delayer& operator=(const Delayer&) = delete;
   /// Completes what is left at once.

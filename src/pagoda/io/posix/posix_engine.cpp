@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include "pagoda/base/ranked_mutex.h"
+#include "pagoda/base/start_thread.h"
 #include "pagoda/base/trace.h"
 #include "pagoda/io/request_queue.h"
 
@@ -21,7 +22,7 @@ class PosixEngine final : public Engine {
     const unsigned count = std::min(options.depth, kMaxPosixThreads);
     threads_.reserve(count);
     try {
-      for (unsigned i = 0; i < count; ++i) threads_.emplace_back([this] { work(); });
+      for (unsigned i = 0; i < count; ++i) threads_.push_back(start_thread([this] { work(); }));
     } catch (...) {  // a limit on threads: those that started must end before their queue does
       stop();
       throw;

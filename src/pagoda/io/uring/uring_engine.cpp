@@ -16,6 +16,7 @@
 
 #include "pagoda/base/log.h"
 #include "pagoda/base/ranked_mutex.h"
+#include "pagoda/base/start_thread.h"
 #include "pagoda/base/trace.h"
 #include "pagoda/io/io_error.h"
 #include "pagoda/io/request_queue.h"
@@ -38,7 +39,7 @@ class UringEngine final : public Engine {
     }
     for (unsigned i = options.depth; i > 0; --i) free_.push_back(i - 1);
     const auto ready = std::make_shared<std::promise<int>>();
-    thread_ = std::thread([this, ready] { run(*ready); });
+    thread_ = start_thread([this, ready] { run(*ready); });
     refused = ready->get_future().get();
   }
 

@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+
+namespace pagoda::torch {
+
+/// A thread that uses what it has found in StorageTable or ParameterTable, until it has pinned the
+/// page: whoever erases an entry waits for those before what it points at goes. Only operators that
+/// have found something pay for it. One thread.
+class TableUse {
+ public:
+  TableUse() = default;
+  TableUse(const TableUse&) = delete;
+  TableUse& operator=(const TableUse&) = delete;
+  ~TableUse() { leave(); }
+
+  /// True if it begins now: what was found before may be gone, and is to be looked for again.
+  bool enter() noexcept {
+    if (lane_) return false;
+    lane_ = turn().load(std::memory_order_relaxed) & 1U;
+    count(*lane_).fetch_add(1, std::memory_order_acq_rel);
+    return true;
+  }
+  void leave() noexcept {
+    if (!lane_) return;
+    auto& users = count(*lane_);
+    lane_.reset();
+    if (users.fetch_sub(1, std::memory_order_acq_rel) == 1) users.notify_all();
+  }
+
+  /// After entries were erased: returns when nobody uses them any more. Not for a thread that uses
+  /// one itself.
+  static void wait_for_all() noexcept {
+    // Newcomers count in the other lane, so that each runs empty.
+    for (int i = 0; i < 2; ++i) {
+      auto& users = count(turn().fetch_add(1, std::memory_order_relaxed) & 1U);
+      // A change of it, not a look at it: who comes later sees what was erased.
+      while (const std::uint32_t now = users.fetch_add(0, std::memory_order_acq_rel)) {
+        users.wait(now, std::memory_order_acquire);
+      }
+    }
+  }
+  /// In a forked child, which has none of the threads that were in one.
+  static void forget_all() noexcept {
+    count(0).store(0, std::memory_order_relaxed);
+    count(1).store(0, std::memory_order_relaxed);
+  }
+
+ private:
+  static std::atomic<std::uint32_t>& turn() noexcept {
+    static std::atomic<std::uint32_t> value{0};
+    return value;
+  }
+  static std::atomic<std::uint32_t>& count(std::size_t lane) noexcept {
+    struct alignas(64) Count {
+      std::atomic<std::uint32_t> users{0};
+    };
+    static std::array<Count, 2> counts;
+    return counts[lane].users;
+  }
+
+  std::optional<std::uint32_t> lane_;
+};
+
+}  // namespace pagoda::torch
