@@ -14,6 +14,12 @@ import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from pathlib import Path
 
+# Of a failed test. A sanitizer's report is told by its beginning, pytest's by its end.
+FIRST_LINES = 60
+LAST_LINES = 60
+# The thread sanitizer lets a case pass, and the program fail when it ends.
+SANITIZER = re.compile(r"Sanitizer|runtime error:")
+
 
 def skip_reason(output: str) -> str:
     """The text a GoogleTest or pytest case gave when it skipped itself."""
@@ -24,6 +30,29 @@ def skip_reason(output: str) -> str:
     return match.group(1).strip() if match else "no reason was given"
 
 
+def what_failed(output: str) -> str:
+    """The output without GoogleTest cases that passed, and at most its first and last lines."""
+    kept: list[str] = []
+    case: list[str] = []
+    for line in output.rstrip().splitlines():
+        if line.startswith("[ RUN      ]"):
+            kept += case
+            case = [line]
+        elif line.startswith(("[       OK ]", "[  SKIPPED ]")) and case:
+            if any(SANITIZER.search(said) for said in case):
+                kept += [*case, line]
+            case = []
+        elif case:
+            case.append(line)
+        elif not line.startswith("[-----"):
+            kept.append(line)
+    kept += case
+    if len(kept) > FIRST_LINES + LAST_LINES:
+        left_out = len(kept) - FIRST_LINES - LAST_LINES
+        kept[FIRST_LINES:-LAST_LINES] = [f"… {left_out} lines: run the test by itself"]
+    return "\n".join(kept)
+
+
 def endings(log: Path) -> dict[str, str]:
     """How each failed test ended: a signal, a timeout, or just "Failed"."""
     text = log.read_text(errors="replace") if log.exists() else ""
@@ -32,7 +61,8 @@ def endings(log: Path) -> dict[str, str]:
 
 def main() -> int:
     folder = Path(sys.argv[1])
-    passed = failed = 0
+    passed = 0
+    failures: list[str] = []
     skipped: Counter[str] = Counter()
     for path in sorted(folder.glob("*.xml")):
         counts = Counter()
@@ -49,10 +79,10 @@ def main() -> int:
                 counts["failed"] += 1
                 name = case.get("name") or ""
                 how = f"{ended.get(name, 'Failed')} after {float(case.get('time') or 0):.1f} s"
-                print(f"--- FAILED {path.stem}: {name} ({how})\n{output.rstrip()}\n")
+                failures.append(f"{path.stem}: {name} ({how})")
+                print(f"--- FAILED {failures[-1]}\n{what_failed(output)}\n")
         print(f"{path.stem}: {counts['passed']} passed, {counts['failed']} failed")
         passed += counts["passed"]
-        failed += counts["failed"]
     for listing in sorted(folder.iterdir()):
         preset, _, label = listing.name.partition(".")
         if label in ("xml", "log"):
@@ -63,8 +93,10 @@ def main() -> int:
             skipped[f"{preset}, labelled {label}: {lines[-1]}"] += total
     for reason, count in skipped.items():
         print(f"skipped {count}: {reason}")
-    print(f"{passed} passed, {failed} failed, {sum(skipped.values())} skipped")
-    return 1 if failed or not passed else 0
+    for failure in failures:
+        print(f"FAILED {failure}")
+    print(f"{passed} passed, {len(failures)} failed, {sum(skipped.values())} skipped")
+    return 1 if failures or not passed else 0
 
 
 if __name__ == "__main__":

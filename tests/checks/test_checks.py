@@ -100,3 +100,18 @@ def test_the_summary_says_how_a_test_died(tmp_path: Path, name: str) -> None:
     assert code == 1
     assert f"FAILED release: {name} (SIGPIPE after 1.2 s)" in output
     assert "0 passed, 1 failed" in output
+
+
+def test_the_summary_shows_what_failed_alone(tmp_path: Path) -> None:
+    said = ["[ RUN      ] A.Passes", "noise", "[       OK ] A.Passes (0 ms)",
+            "[ RUN      ] A.Races", "WARNING: ThreadSanitizer: data race", "[       OK ] A.Races (0 ms)",
+            "[ RUN      ] A.Fails", "x.cpp:1: Failure", "[  FAILED  ] A.Fails (0 ms)",
+            "[ RUN      ] A.Dies", *(f"line {i}" for i in range(500))]
+    case = '<testcase name="a" time="1" status="fail"><system-out>{}</system-out></testcase>'
+    (tmp_path / "tsan.xml").write_text(f"<testsuite>{case.format(chr(10).join(said))}</testsuite>")
+    code, output = run("../../scripts/test_summary.py", tmp_path)
+    assert code == 1
+    assert "A.Passes" not in output and "noise" not in output
+    assert all(word in output for word in ("data race", "x.cpp:1: Failure", "A.Dies", "line 499"))
+    assert len(output.splitlines()) < 140
+    assert output.splitlines()[-2].startswith("FAILED tsan: a (")

@@ -107,13 +107,13 @@ def train(directory: Path, steps: int = 40, peak: Peak | None = None, **more: An
     return out
 
 
-def ranks(directory: Path) -> dict[str, Any]:
+def ranks(directory: Path) -> None:
+    """Into a file for each rank: they share their standard output, where lines may mix."""
     peak = Peak()
     out = {str(zero): train(directory, steps, peak, zero=zero, bucket="4MiB")
            for zero, steps in ((3, 40), (1, 4), (0, 4))}
     rank = os.environ["RANK"]
     (directory / f"rank{rank}.json").write_text(json.dumps(out))
-    return out
 
 
 def shapes(directory: Path) -> dict[str, Any]:
@@ -141,9 +141,11 @@ def shapes(directory: Path) -> dict[str, Any]:
 def main() -> None:
     torch.set_num_threads(1)
     torch.ones(600, 600, requires_grad=True).mm(torch.ones(600, 600)).sum().backward()  # threads
-    ways: dict[str, Callable[[Path], dict[str, Any]]] = {
+    ways: dict[str, Callable[[Path], dict[str, Any] | None]] = {
         "start": start, "train": train, "ranks": ranks, "shapes": shapes}
-    print(json.dumps(ways[sys.argv[1]](Path(sys.argv[2]))))
+    measured = ways[sys.argv[1]](Path(sys.argv[2]))
+    if measured is not None:
+        print(json.dumps(measured))
 
 
 main()

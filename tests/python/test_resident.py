@@ -17,25 +17,30 @@ MIB = 1 << 20
 BESIDE = 32 * MIB
 
 
-def run(*arguments: object, launcher: tuple[str, ...] = ()) -> dict[str, Any]:
+def run(*arguments: object, launcher: tuple[str, ...] = ()) -> str:
+    """What resident.py has printed."""
     result = subprocess.run(
         [sys.executable, *launcher, str(Path(__file__).with_name("resident.py")),
          *(str(argument) for argument in arguments)], check=False, text=True, capture_output=True,
         timeout=280, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert result.returncode == 0, result.stdout + result.stderr
-    out: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
-    print(out)
+    print(result.stdout)
+    return result.stdout
+
+
+def measured(*arguments: object) -> dict[str, Any]:
+    out: dict[str, Any] = json.loads(run(*arguments).splitlines()[-1])
     return out
 
 
 def test_a_default_engine_takes_what_it_uses(tmp_path: Path) -> None:
-    out = run("start", tmp_path)
+    out = measured("start", tmp_path)
     assert out["budget"] > 256 * MIB, "there is too little memory to see anything"
     assert out["peak"] < 64 * MIB
 
 
 def test_training_from_disk_takes_what_the_engine_says(tmp_path: Path) -> None:
-    out = run("train", tmp_path)
+    out = measured("train", tmp_path)
     assert out["parameters"] == 192 * MIB
     assert out["account"] < 144 * MIB
     assert out["built"] <= out["account"] + BESIDE
@@ -56,6 +61,6 @@ def test_so_does_every_rank(tmp_path: Path) -> None:
 
 
 def test_what_large_batches_took_comes_back(tmp_path: Path) -> None:
-    out = run("shapes", tmp_path)
+    out = measured("shapes", tmp_path)
     assert out["large"] > out["account"] + 2 * BESIDE, "there is nothing to come back"
     assert out["small"] <= out["account"] + BESIDE
