@@ -34,6 +34,8 @@ Runtime::Runtime(const Config& config, std::shared_ptr<comm::World> world)
       const std::string why = message_of(std::current_exception());
       fail(std::current_exception(), log::Level::Debug);
       ranks_.give_up(why);
+      failure_.close();        // nobody tells the watch of a failure any more…
+      ranks_.stop_watching();  // …whose thread looks at what goes now
     }
     throw;
   }
