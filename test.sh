@@ -13,11 +13,11 @@ Tests whose hardware is absent are counted and named with the reason.
 TEXT
 }
 
-all=false sanitizers=(asan tsan) with_torch=(asan-torch)
+all=false presets=(tsan asan release)
 for flag in "$@"; do
   case $flag in
     --all) all=true ;;
-    --quick) sanitizers=() with_torch=() ;;
+    --quick) presets=(release) ;;
     -h|--help) usage; exit 0 ;;
     *) printf 'test.sh: unknown flag %s\n\n' "$flag" >&2; usage >&2; exit 2 ;;
   esac
@@ -51,19 +51,17 @@ run_tests() {
 
 failed=false
 started=$SECONDS
-# The first two sanitizers see the layers below torch: torch is installed while they are built.
+# The thread sanitizer sees the layers below torch: torch is installed while they are built.
 scripts/bootstrap.sh packages
 scripts/bootstrap.sh environment &
 environment=$!
-for preset in ${sanitizers[@]+"${sanitizers[@]}"} release ${with_torch[@]+"${with_torch[@]}"}; do
-  [[ $preset != release ]] || wait "$environment"
-  if [[ $preset == release ]]; then limit_to_working_isa; fi
-  # With torch the sanitizer has a few tests: the rest is not built.
-  if [[ $preset == asan-torch ]]; then
-    scripts/bootstrap.sh asan-torch:asan_torch
-  else
-    scripts/bootstrap.sh "$preset"
+for preset in "${presets[@]}"; do
+  if [[ $preset != tsan && -n $environment ]]; then
+    wait "$environment"
+    environment=
+    limit_to_working_isa
   fi
+  scripts/bootstrap.sh "$preset"
   run_tests "$preset"
 done
 .venv/bin/python scripts/test_summary.py "$results" || failed=true

@@ -14,9 +14,12 @@ function(pagoda_layer NAME)
 endfunction()
 
 # pagoda_torch_layer(NAME …): the same for a folder that includes torch. Torch's headers are slow to
-# compile, so these are built with -O2 and line tables only; the hot loops live below.
+# compile, so these are built with -O2 and line tables only; the hot loops live below. Under sanitizers
+# they are optimised as little as everything else.
 function(pagoda_torch_layer NAME)
   pagoda_layer(${NAME} ${ARGN})
   target_link_libraries(pagoda_${NAME} PUBLIC torch_headers)
-  target_compile_options(pagoda_${NAME} PRIVATE -O2 -g1)
+  if(NOT PAGODA_SANITIZE)
+    target_compile_options(pagoda_${NAME} PRIVATE -O2 -g1)
+  endif()
 endfunction()

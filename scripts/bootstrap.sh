@@ -4,10 +4,9 @@
 # environment with the pinned torch, CMake, Ninja. Each part is skipped when nothing changed, so a
 # second run takes seconds. ./test.sh and ./demo.sh call it; it may be called alone:
 #
-#   scripts/bootstrap.sh [PRESET[:TARGET]…]   presets to build: release (default), asan, tsan, asan-torch;
-#                                             all of each, or one target
-#   scripts/bootstrap.sh packages             the Debian packages only
-#   scripts/bootstrap.sh environment          …and the virtual environment, which release needs
+#   scripts/bootstrap.sh [PRESET…]      presets to build: release (default), asan, tsan
+#   scripts/bootstrap.sh packages       the Debian packages only
+#   scripts/bootstrap.sh environment    …and the virtual environment, which release and asan need
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -70,8 +69,7 @@ make_environment() {
 }
 
 build() {
-  local preset=${1%%:*} target=() directory=build
-  [[ $1 == *:* ]] && target=("${1#*:}")
+  local preset=$1 directory=build
   [[ $preset == release ]] || directory=build-$preset
   if [[ ! -f $directory/build.ninja ]]; then
     say "configuring $preset"
@@ -79,8 +77,8 @@ build() {
       { tail -n 30 "$directory.configure.log" >&2; fail "cmake --preset $preset failed"; }
     mv "$directory.configure.log" "$directory/configure.log"
   fi
-  say "building ${target[*]:-$preset}"
-  ninja -C "$directory" --quiet ${target[@]+"${target[@]}"} || fail "ninja -C $directory failed"
+  say "building $preset"
+  ninja -C "$directory" --quiet || fail "ninja -C $directory failed"
 }
 
 install_packages
@@ -89,7 +87,7 @@ for preset in "$@"; do
   case $preset in
     packages) ;;
     environment) make_environment ;;
-    release*|asan-torch*) make_environment; build "$preset" ;;
-    *) build "$preset" ;;
+    tsan) build "$preset" ;;
+    *) make_environment; build "$preset" ;;
   esac
 done
