@@ -142,8 +142,8 @@ class Engine:
 
     def _forget_model(self) -> None:
         if self._optimizer is not None:
-            self._optimizer.retire("the model of this optimizer was released: attach() returns a new "
-                                   "one")
+            self._optimizer.retire("the model of this optimizer was released: "
+                                   "attach() returns a new one")
         self._model, self._optimizer, self._attachment = None, None, None
         self._untrained = None
         self._ending.undo()
@@ -407,9 +407,9 @@ class Engine:
         if self._told_no_gradient or self.has_gradients():
             return
         self._told_no_gradient = True
-        warn("backward() produced no gradient for any attached parameter: the loss does not depend on "
-             "the model of this engine (was it copied or replaced after attach(), or is it another "
-             "engine's?)")
+        warn("backward() produced no gradient for any attached parameter: the loss does not depend "
+             "on the model of this engine (was it copied or replaced after attach(), or "
+             "is it another engine's?)")
 
     def _check_first_step(self) -> None:
         """A short last accumulation of an epoch is meant; a short first one is a loop that calls step()
