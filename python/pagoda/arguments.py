@@ -62,8 +62,8 @@ def check_model(model: torch.nn.Module) -> None:
     """What cannot be paged or trained, as far as Python knows more of it than the library."""
     for name, module in model.named_modules():
         if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse:
-            raise UserError(f"module '{name}' has sparse gradients, which are not supported: build it with "
-                            "sparse=False")
+            raise UserError(f"module '{name}' has sparse gradients, which are not supported: "
+                            "build it with sparse=False")
     check_unwrapped(model)
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):

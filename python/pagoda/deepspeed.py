@@ -51,8 +51,8 @@ class DeepSpeedEngine:
         except AttributeError:
             if hasattr(type(self.module), name):  # a property of the model's that failed
                 raise
-            raise AttributeError(f"neither DeepSpeedEngine nor {type(self.module).__name__} has "
-                                 f"'{name}'") from None
+            raise AttributeError(f"neither DeepSpeedEngine nor {type(self.module).__name__} "
+                                 f"has '{name}'") from None
 
     def train(self, mode: bool = True) -> DeepSpeedEngine:
         self.module.train(mode)
@@ -175,8 +175,8 @@ class DeepSpeedEngine:
         self.engine.save_pretrained(directory, **keywords)
 
     def save_checkpoint(self, *_: Any, **__: Any) -> None:
-        raise UserError("DeepSpeed checkpoints are not supported: save_16bit_model(directory) writes the "
-                        "weights")
+        raise UserError("DeepSpeed checkpoints are not supported: "
+                        "save_16bit_model(directory) writes the weights")
 
     load_checkpoint = save_checkpoint
 

@@ -330,8 +330,8 @@ class Settings:
     def _stage(self) -> int:
         stage = self.get("zero_optimization.stage", 0)
         if isinstance(stage, bool) or not isinstance(stage, int) or not 0 <= stage <= 3:
-            raise UserError(f"zero_optimization.stage = {stage!r} is not allowed: expected an integer from "
-                            "0 to 3")
+            raise UserError(f"zero_optimization.stage = {stage!r} is not allowed: "
+                            "expected an integer from 0 to 3")
         return stage
 
     def engine_keywords(self, nvme: object = None) -> dict[str, Any]:
@@ -345,8 +345,8 @@ class Settings:
             if any(self.get(f"zero_optimization.{name}") for name in old):
                 place = "cpu"
             if place not in ("none", "cpu", "nvme"):
-                raise UserError(f"zero_optimization.{section}.device is '{place}': expected none, cpu or "
-                                "nvme")
+                raise UserError(f"zero_optimization.{section}.device is '{place}': "
+                                "expected none, cpu or nvme")
             path = self.get(f"zero_optimization.{section}.nvme_path")
             if place == "nvme" and path is not None:
                 directories.append(path)

@@ -27,11 +27,10 @@ from pagoda.copies import copy_pages
 from pagoda.endings import Ending, is_failure, listen_for_interrupts, text_of, watch
 from pagoda.errors import EngineError, UserError, sendable, translated
 from pagoda.export import save, shard_bytes
-from pagoda.keywords import (as_json, kind_of, no_such_constant, require_attach_keywords,
-                             require_engine_keywords)
+from pagoda.groups import resolve_groups
+from pagoda.keywords import as_json, require_attach_keywords, require_engine_keywords
 from pagoda.library import Handle, config_keys, make_engine
-from pagoda.groups import require_disjoint
-from pagoda.optimizer import Optimizer, constants_of, group_defaults, number
+from pagoda.optimizer import Optimizer, constants_of, number
 from pagoda.pin import Pin
 from pagoda.profiling import profile_without_pointers, require_no_pointer_profiler
 from pagoda.regions import watch_regions
@@ -143,8 +142,8 @@ class Engine:
 
     def _forget_model(self) -> None:
         if self._optimizer is not None:
-            self._optimizer.retire("the model of this optimizer was released: attach() returns a new "
-                                   "one")
+            self._optimizer.retire("the model of this optimizer was released: "
+                                   "attach() returns a new one")
         self._model, self._optimizer, self._attachment = None, None, None
         self._untrained = None
         self._ending.undo()
@@ -254,7 +253,7 @@ class Engine:
             check_model(module_of(model, "attach()"))
             named = dict(model.named_parameters())
             buffers = dict(model.named_buffers())
-            resolved = self._groups(named, groups, optimizer, said)
+            resolved = resolve_groups(named, groups, optimizer, said)
             number_of = {id(parameter): number for number, group in enumerate(resolved)
                          for parameter in group["params"]}
             facade = Optimizer(self, self._handle, resolved)
@@ -290,54 +289,6 @@ class Engine:
                 with suppress(UserError), translated():
                     refuse(f"{call}(): {text_of(error)}")
             raise
-
-    def _groups(self, named: dict[str, torch.nn.Parameter],
-                groups: Iterable[dict[str, Any]] | None, optimizer: str,
-                said: dict[str, Any]) -> list[dict[str, Any]]:
-        """What is trained, and how, with every constant."""
-        if groups is None:
-            if not any(p.requires_grad for p in named.values()):
-                raise UserError("there is nothing to train: " + (
-                    f"none of the model's {len(named)} parameters requires a gradient; call "
-                    "requires_grad_(True) on those to train" if named else
-                    "the model has no parameters"))
-            groups = [{"params": list(named.values())}]
-        listed = [groups] if isinstance(groups, dict) else groups
-        if isinstance(listed, (str, torch.Tensor)) or not isinstance(listed, Iterable):
-            raise UserError(f"groups must be a list of dicts with 'params', as torch.optim takes them, got "
-                            f"{described(groups)}")
-        resolved = [self._resolve(group, optimizer, said) for group in listed]
-        if not resolved:
-            raise UserError("there is nothing to train: groups is empty")
-        require_disjoint(resolved, named)
-        return resolved
-
-    @staticmethod
-    def _resolve(group: dict[str, Any], optimizer: str, said: dict[str, Any]) -> dict[str, Any]:
-        if not isinstance(group, dict):
-            raise UserError(f"a group must be a dict with 'params', got {described(group)}")
-        optimizer = kind_of(optimizer)
-        kind = kind_of(group.get("optimizer", optimizer))
-        defaults = group_defaults(kind)
-        out = {"optimizer": kind, **defaults}
-        given = {name: value for name, value in said.items() if value is not None}
-        for name, value in {**given, **group}.items():
-            # What the keywords say is for the groups whose optimizer has such a thing.
-            if name not in defaults and name not in ("params", "optimizer", "name") and (
-                    name in group or kind == optimizer):
-                raise no_such_constant(kind, name, defaults)
-            if name in defaults or name in ("params", "name"):
-                out[name] = value
-        params = out.get("params", [])
-        if not isinstance(params, Iterable):
-            raise UserError(f"the 'params' of a group must be tensors, got {described(params)}")
-        listed = [params] if isinstance(params, torch.Tensor) else list(params)
-        # torch.optim takes named_parameters(), too.
-        out["params"] = [tensor_of(item[1] if isinstance(item, tuple) and len(item) == 2 else item,
-                                   "a group", "tensors as 'params'") for item in listed]
-        if not out["params"]:
-            raise UserError("there is nothing to train in a group: its 'params' are empty")
-        return out
 
     def release(self, model: torch.nn.Module | None = None) -> None:
         """Parameters become plain tensors again, up to date, if they fit into memory."""
@@ -456,9 +407,9 @@ class Engine:
         if self._told_no_gradient or self.has_gradients():
             return
         self._told_no_gradient = True
-        warn("backward() produced no gradient for any attached parameter: the loss does not depend on "
-             "the model of this engine (was it copied or replaced after attach(), or is it another "
-             "engine's?)")
+        warn("backward() produced no gradient for any attached parameter: the loss does not depend "
+             "on the model of this engine (was it copied or replaced after attach(), or "
+             "is it another engine's?)")
 
     def _check_first_step(self) -> None:
         """A short last accumulation of an epoch is meant; a short first one is a loop that calls step()

@@ -16,8 +16,8 @@ from torch.amp.grad_scaler import GradScaler
 from pagoda.errors import UserError
 from pagoda.wrappers import when_imported
 
-_ADVICE = ("create the engine with loss_scale='dynamic' and call engine.backward(loss) with the unscaled "
-           "loss")
+_ADVICE = ("create the engine with loss_scale='dynamic' and call engine.backward(loss) "
+           "with the unscaled loss")
 
 IsAttached = Callable[[Iterable[torch.Tensor]], bool]
 

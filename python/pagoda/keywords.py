@@ -128,8 +128,8 @@ def no_such_optimizer(kind: object) -> UserError:
         what = (f"a {kind.__module__.partition('.')[0]}.optim.{type(kind).__name__} object"
                 if isinstance(kind, torch.optim.Optimizer) else
                 f"the class {kind.__name__}" if isinstance(kind, type) else type(kind).__name__)
-        return UserError(f"optimizer= takes a name ({names}), not {what}: pass its lr, betas, … to "
-                         "attach()")
+        return UserError(f"optimizer= takes a name ({names}), not {what}: "
+                         "pass its lr, betas, … to attach()")
     near = difflib.get_close_matches(kind.lower(), KINDS, 1)
     hint = f"did you mean '{near[0]}'?" if near else f"use one of {names}"
     return UserError(f"there is no optimizer '{kind}'; {hint}")

@@ -215,8 +215,8 @@ def make_schedule(optimizer: torch.optim.Optimizer, kind: str | None,
     if kind is None:
         return None
     if kind not in _KINDS and kind != "OneCycle":
-        raise UserError(f"scheduler.type '{kind}' is not supported; use one of {', '.join(_KINDS)}, "
-                        "OneCycle")
+        raise UserError(f"scheduler.type '{kind}' is not supported; "
+                        f"use one of {', '.join(_KINDS)}, OneCycle")
     _check_params(params)
     left = dict(params)
     left.pop("last_batch_iteration", None)

@@ -42,8 +42,8 @@ def check_unwrapped(model: torch.nn.Module) -> None:
             kind = next(base.__name__ for base in known if isinstance(module, base))
             where = f"module '{name}'" if name else "the model"
             raise UserError(f"{where} is a {kind}: the engine shards the model over the ranks "
-                            "itself; attach the model without it, and train it under torchrun for "
-                            "several ranks")
+                            "itself; attach the model without it, and "
+                            "train it under torchrun for several ranks")
     for name, parameter in model.named_parameters():
         if "DTensor" in (base.__name__ for base in type(parameter).__mro__):
             raise UserError(f"parameter '{name}' is a DTensor, as fully_shard() and tensor parallelism "
@@ -62,9 +62,9 @@ def guard_wrappers(is_attached: IsAttached) -> None:
 
 
 def _refuse(name: str) -> None:
-    raise UserError(f"{name} of a model that is attached to an engine: the engine shards the model over "
-                    "the ranks and owns its gradients; train the model as it is, under torchrun for "
-                    "several ranks")
+    raise UserError(f"{name} of a model that is attached to an engine: the engine shards the model "
+                    "over the ranks and owns its gradients; train the model as it is, "
+                    "under torchrun for several ranks")
 
 
 def _guard_class(wrapper: type[torch.nn.Module], is_attached: IsAttached) -> None:

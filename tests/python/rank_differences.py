@@ -5,7 +5,6 @@ other, or one of them is refused what the others are not."""
 from __future__ import annotations
 
 import os
-import socket
 import tempfile
 import time
 from collections.abc import Callable
@@ -19,12 +18,12 @@ from rank_scenario import (
     loss_of,
     make_engine,
     make_model,
+    move_store_to_rank_0,
     scenario,
     started,
     train,
     values,
 )
-from torch import distributed
 
 import pagoda
 
@@ -159,11 +158,7 @@ def folder_that_is_no_text() -> None:
 @scenario
 def engines_one_after_another() -> None:
     """Rank 0 has the store, and rank 1 is ahead of it or behind."""
-    meeting = distributed.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-    if RANK == 0:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            meeting.set("port", str(free.getsockname()[1]))
-    os.environ.update(MASTER_PORT=meeting.get("port").decode(), TORCHELASTIC_USE_AGENT_STORE="False")
+    move_store_to_rank_0()
     for turn in range(6):
         engine, model = started(join_timeout=10)
         train(engine, model, 1)

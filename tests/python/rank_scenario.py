@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2] / "python"))
 
 import torch
+from torch import distributed
 
 import pagoda
 
@@ -26,6 +28,18 @@ SCENARIOS: dict[str, Callable[[], None]] = {}
 def scenario(call: Callable[[], None]) -> Callable[[], None]:
     SCENARIOS[call.__name__] = call
     return call
+
+
+def move_store_to_rank_0() -> distributed.TCPStore:
+    """Rank 0 has the store of the engines made from now on, as without torchrun, at a free port that
+    it tells the others. Returns the store of before, which outlasts rank 0."""
+    before = distributed.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    if RANK == 0:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            before.set("port", str(free.getsockname()[1]))
+    os.environ.update(MASTER_PORT=before.get("port").decode(),
+                      TORCHELASTIC_USE_AGENT_STORE="False")
+    return before
 
 
 def make_model() -> torch.nn.Module:

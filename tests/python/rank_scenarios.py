@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
@@ -32,12 +31,12 @@ from rank_scenario import (
     loss_of,
     make_engine,
     make_model,
+    move_store_to_rank_0,
     scenario,
     started,
     train,
     values,
 )
-from torch import distributed
 
 __all__ = ["SCENARIOS", "rank_differences", "rank_endings", "rank_interrupts"]
 
@@ -218,12 +217,9 @@ def unseeded() -> None:
 @scenario
 def holder_of_the_store_is_stopped() -> None:
     """Rank 0 has the store and answers nobody, but its connections are good."""
-    meeting = distributed.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    meeting = move_store_to_rank_0()
     if RANK == 0:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            meeting.set("port", str(free.getsockname()[1]))
         meeting.set("process", str(os.getpid()))
-    os.environ.update(MASTER_PORT=meeting.get("port").decode(), TORCHELASTIC_USE_AGENT_STORE="False")
     engine, model = started(timeout=4)
     train(engine, model, 2)
     if RANK == 0:

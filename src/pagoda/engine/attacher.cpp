@@ -211,8 +211,8 @@ std::vector<Page*> Attacher::start_with_values_of_rank_0(const ModelSpec& model,
   all_or_none(parts_.ranks.control(), [&] {
     for (Page* page : here) {
       PAGODA_REQUIRE(parts_.pager.evict(*page) || parts_.pager.look(*page).fixed,
-                     "parameter '{}' is pinned, and gets rank 0's values: end the pin before "
-                     "attach()",
+                     "parameter '{}' is pinned, and gets rank 0's values: "
+                     "end the pin before attach()",
                      page->name());
     }
     // What this rank keeps comes into what it keeps it in. Rank 0 needs whole pages until then.

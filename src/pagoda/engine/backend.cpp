@@ -86,8 +86,7 @@ Bytes nvme_capacity(const Config& config, int ranks_here) {
                     config.get("nvme_budget"), format_bytes(pager::Tiers::kNvmeBlock)));
   }
   throw UserError(
-      fmt::format("nvme = '{}' has no room for files: make some, or name other "
-                  "directories",
+      fmt::format("nvme = '{}' has no room for files: make some, or name other directories",
                   config.get("nvme")));
 }
 

@@ -42,11 +42,11 @@ void check_nvme(const Config& config) {
 /// the device, too: host_need.h.
 void check_budgets(const Config& config) {
   if (config.device_limit && config.device_budget > *config.device_limit) {
-    throw UserError(fmt::format(
-        "device_budget = {} is more than device_limit = {}: lower it, or raise device_limit "
-        "to at least {}",
-        config.get("device_budget"), config.get("device_limit"),
-        format_bytes_up(config.device_budget)));
+    throw UserError(
+        fmt::format("device_budget = {} is more than device_limit = {}: lower it, or "
+                    "raise device_limit to at least {}",
+                    config.get("device_budget"), config.get("device_limit"),
+                    format_bytes_up(config.device_budget)));
   }
   if (config.device_budget != 0 && config.gradient_staging >= config.device_budget) {
     throw UserError(fmt::format(
@@ -81,13 +81,12 @@ void Config::validate() const {
                     loss_scale_minimum, loss_scale_initial, loss_scale_minimum));
   }
   if (beat() < kLeastBeat) {
-    throw UserError(
-        heartbeat > 0
-            ? fmt::format("heartbeat = {} is too short: raise it to at least {}, or leave it to "
-                          "timeout (0)",
-                          heartbeat, kLeastBeat)
-            : fmt::format("timeout = {} is too short: raise it to at least {}", timeout,
-                          kBeats * kLeastBeat));
+    throw UserError(heartbeat > 0
+                        ? fmt::format("heartbeat = {} is too short: raise it to at least {}, or "
+                                      "leave it to timeout (0)",
+                                      heartbeat, kLeastBeat)
+                        : fmt::format("timeout = {} is too short: raise it to at least {}", timeout,
+                                      kBeats * kLeastBeat));
   }
   if (heartbeat * 2 > timeout) {
     throw UserError(

@@ -279,8 +279,7 @@ std::vector<ConfigField> make_fields() {
       choice(PAGODA_FIELD(initial),
              Words<Initial>{{Initial::Broadcast, "broadcast"}, {Initial::Check, "check"}},
              "What attach() does if ranks start with different values: broadcast rank 0's, or "
-             "check and "
-             "raise"),
+             "check and raise"),
       whole(PAGODA_FIELD(accumulation), 1U, kMost, "Micro-batches in a step"),
       choice(
           PAGODA_FIELD(gradient_dtype),
@@ -297,8 +296,7 @@ std::vector<ConfigField> make_fields() {
           PAGODA_FIELD(clip_ahead),
           "Let updates begin before the norm is known if the last step did not clip, and roll them "
           "back exactly if this one does, where all states are in host memory; takes room there "
-          "for "
-          "the optimizer's and for the parameters once more (14 bytes a parameter of AdamW in "
+          "for the optimizer's and for the parameters once more (14 bytes a parameter of AdamW in "
           "bf16), as far as there is any"),
       loss_scale(PAGODA_FIELD(loss_scale),
                  "What the loss is multiplied by; dynamic follows overflows (for fp16)"),
@@ -356,8 +354,8 @@ std::vector<ConfigField> make_fields() {
            "them a warning names a rank that has not",
            kMostSeconds),
       real(PAGODA_FIELD(heartbeat), true,
-           "Seconds between heartbeats of a rank, the same on all; 0: a twelfth of timeout, at "
-           "most 5",
+           "Seconds between heartbeats of a rank, the same on all; "
+           "0: a twelfth of timeout, at most 5",
            kMostSeconds),
       truth(PAGODA_FIELD(check_order), "Check that every access of device memory is ordered; slow"),
       text_field(PAGODA_FIELD(trace), "a path", nullptr,

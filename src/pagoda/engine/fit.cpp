@@ -111,15 +111,14 @@ void Fit::check_device() const {
   }
   if (placed + page <= device_) return;
   if (placed == 0) {
-    throw UserError(fmt::format(
-        "the parameter '{}' takes {}, and device_budget = {} has {} for pages: raise device_budget "
-        "to at least {}",
-        largest_page_.name, format_bytes(largest_page_.bytes), format_bytes(options.device_budget),
-        format_bytes(device_), enough(page)));
+    throw UserError(
+        fmt::format("the parameter '{}' takes {}, and device_budget = {} has {} for pages: "
+                    "raise device_budget to at least {}",
+                    largest_page_.name, format_bytes(largest_page_.bytes),
+                    format_bytes(options.device_budget), format_bytes(device_), enough(page)));
   }
   throw UserError(fmt::format(
-      "{} states do not fit on the device: {}; in blocks of {} B they take {} there{}, "
-      "and "
+      "{} states do not fit on the device: {}; in blocks of {} B they take {} there{}, and "
       "device_budget = {} has {} for pages: raise device_budget to at least {}, or place some of "
       "them on the host",
       whose, list(), Tiers::kDeviceBlock, format_bytes(placed),

@@ -186,8 +186,7 @@ FrozenParameters::Opinions FrozenParameters::compare(comm::Group* group, bool ne
   out.error = fmt::format(
       "{} {} thawed on some ranks only ('{}' on {}, not on {}): call requires_grad_() alike on all "
       "ranks between the same steps. Nothing was updated, and the gradients of what only some "
-      "ranks "
-      "have thawed are dropped",
+      "ranks have thawed are dropped",
       names(out.differing), out.differing.size() == 1 ? "was" : "were", parameters_[first].name,
       rank_names(yes, group->size()), rank_names(no, group->size()));
   return out;

@@ -509,11 +509,10 @@ void Runtime::read_gradient(const Page& page, std::span<float> to) {
   mine.value = trained->number;
   const RankStatus::InCall inside(ranks_.status(), mine.where());
   meet_unless_refused(std::move(mine), [&] { early_->require_gradients("grad()"); });
-  PAGODA_REQUIRE(
-      trained->gradient,
-      "parameter '{}' is frozen, or was not thawed before the last backward(): it has no "
-      "gradient",
-      page.name());
+  PAGODA_REQUIRE(trained->gradient,
+                 "parameter '{}' is frozen, or was not thawed before the last backward(): "
+                 "it has no gradient",
+                 page.name());
   gather_gradient(*trained, to);
 }
 

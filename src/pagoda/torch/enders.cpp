@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "pagoda/torch/enders.h"
 
+#include <atomic>
 #include <chrono>
 #include <exception>
 
@@ -15,8 +16,13 @@ thread_local int ends_here = 0;  // EndsHere objects of this thread
 }  // namespace
 
 Enders& Enders::instance() {
-  static auto* enders = new Enders;  // never destroyed: its threads may outlast main()
-  return *enders;
+  static std::atomic<Enders*> current = nullptr;  // never destroyed: its threads may outlast main()
+  Enders* found = current.load();
+  while (found == nullptr || !found->owner_.here()) {
+    auto made = std::make_unique<Enders>();
+    if (current.compare_exchange_strong(found, made.get())) return *made.release();
+  }
+  return *found;
 }
 
 Enders::EndsHere::EndsHere() {
@@ -54,6 +60,7 @@ void Enders::end(std::function<void()> ending) noexcept {
 }
 
 void Enders::stop() {
+  if (!owner_.here()) return;
   std::unique_lock lock(mutex_);
   stopped_ = true;
   changed_.wait_for(lock, std::chrono::seconds(10), [&] { return running_ == 0; });

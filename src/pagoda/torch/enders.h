@@ -14,18 +14,20 @@ namespace pagoda::torch {
 /// and an engine's end waits for threads that may need it. Any thread.
 class Enders {
  public:
+  /// Of this process. A forked child has one of its own, for engines of its own.
   static Enders& instance();
 
   /// Owned by whoever has the pointer: the last one to let go of it ends it, on a thread of its own
   /// or, inside of EndsHere, at once. In a forked process it is leaked.
   template <class T>
   std::shared_ptr<T> share(std::unique_ptr<T> owned) {
-    return {owned.release(), [this, owner = io::OwnerProcess()](T* last) {
-              if (owner.here()) end([last] { delete last; });
+    return {owned.release(), [this](T* last) {
+              if (owner_.here()) end([last] { delete last; });
             }};
   }
 
-  /// Nothing ends from now on. Waits for what does.
+  /// Nothing ends from now on. Waits for what does. In a forked process, which has none of the
+  /// threads, it returns at once.
   void stop();
 
   /// What this thread lets go of meanwhile ends before it goes on: it holds no lock that an ending
@@ -41,6 +43,7 @@ class Enders {
  private:
   void end(std::function<void()> ending) noexcept;
 
+  const io::OwnerProcess owner_;  // a forked child must not even take the lock
   RankedMutex<LockRank::Enders> mutex_;
   Condition changed_;
   int running_ = 0;       // guarded by mutex_

@@ -93,8 +93,8 @@ void Engine::Impl::take_set_gradients() {
     }
     PAGODA_REQUIRE(!parameter.given,
                    "p.grad of '{}' was set, and backward() has given it a gradient in this step: "
-                   "change gradients in a hook (p.register_hook), or call zero_grad() before "
-                   "p.grad is set",
+                   "change gradients in a hook (p.register_hook), or "
+                   "call zero_grad() before p.grad is set",
                    parameter.name);
     PAGODA_REQUIRE(runtime_->config().loss_scale.kind == LossScale::Kind::None,
                    "p.grad of '{}' was set, and with a loss_scale it is not known whether it was "
@@ -154,9 +154,8 @@ void Engine::Impl::require_scaled_loss(const Parameter& parameter, const at::Ten
     tensor.mutable_grad() = at::Tensor();
     throw UserError(fmt::format(
         "a loss that a GradScaler has scaled reached parameter '{}', and the engine, which owns "
-        "its "
-        "gradient, does not divide by that scale: create the engine with loss_scale='dynamic' and "
-        "call engine.backward(loss) with the unscaled loss",
+        "its gradient, does not divide by that scale: create the engine with "
+        "loss_scale='dynamic' and call engine.backward(loss) with the unscaled loss",
         parameter.name));
   }
   if (runtime_->config().loss_scale.kind == LossScale::Kind::None) return;
@@ -164,8 +163,7 @@ void Engine::Impl::require_scaled_loss(const Parameter& parameter, const at::Ten
   tensor.mutable_grad() = at::Tensor();
   throw UserError(
       fmt::format("loss.backward() reached parameter '{}', and with loss_scale = {} the loss must "
-                  "be multiplied by "
-                  "it: call engine.backward(loss) instead",
+                  "be multiplied by it: call engine.backward(loss) instead",
                   parameter.name, runtime_->loss_scale()));
 }
 

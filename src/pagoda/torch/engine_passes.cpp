@@ -23,11 +23,10 @@ Engine::Impl::Calling::Calling(Impl& engine, const char* call, const std::atomic
     : engine_(engine), call_(call), pass_(pass) {
   const std::lock_guard lock(engine.calls_mutex_);
   around_ = engine.calling_;
-  PAGODA_REQUIRE(
-      around_ == nullptr || around_->is_around_this_thread(),
-      "{} was called while another thread is in {}: call one engine from one thread at a "
-      "time",
-      call, around_->call_);
+  PAGODA_REQUIRE(around_ == nullptr || around_->is_around_this_thread(),
+                 "{} was called while another thread is in {}: "
+                 "call one engine from one thread at a time",
+                 call, around_->call_);
   engine.calling_ = this;
 }
 
@@ -121,8 +120,7 @@ bool Engine::Impl::claim(Parameter& parameter, const at::Tensor& tensor, bool co
         "parameter '{}' got another gradient in one backward() after its gradient had been handed "
         "on: a custom autograd function uses it in backward() and not in forward(). From now on "
         "gradients wait for that function. Drop this step with zero_grad(), or, if its updates "
-        "have "
-        "started, call step()",
+        "have started, call step()",
         parameter.name));
   }
   if (!complete || parameter.unforeseen) {

@@ -37,8 +37,8 @@ void Engine::Impl::require_whole_model(const std::vector<at::Tensor>& model) con
   for (const Parameter& parameter : parameters_) {
     const auto alive = parameter.tensor.lock();
     PAGODA_REQUIRE(alive == nullptr || given.contains(alive.get()),
-                   "parameter '{}' is attached and not among those to be released: release() the "
-                   "whole model",
+                   "parameter '{}' is attached and not among those to be released: "
+                   "release() the whole model",
                    parameter.name);
   }
 }
@@ -242,8 +242,8 @@ std::string Engine::Impl::close(bool give_back) noexcept {
                            : "Call engine.release(model) or engine.save_pretrained(directory) "
                              "before the engine ends";
   return fmt::format(
-      "the engine has ended with {} parameter{} that could not become plain tensors ({}; {}): {}. "
-      "{}",
+      "the engine has ended with {} parameter{} that could not become plain tensors "
+      "({}; {}): {}. {}",
       left.size(), left.size() == 1 ? "" : "s", names, format_bytes(bytes), why, advice);
 }
 

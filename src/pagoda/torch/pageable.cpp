@@ -24,8 +24,8 @@ bool is_wrapper(const at::Tensor& tensor) {
 void require_pageable(const at::Tensor& tensor, const std::string& name, c10::Device device) {
   PAGODA_REQUIRE(tensor.defined(), "parameter '{}' is no tensor", name);
   PAGODA_REQUIRE(!is_wrapper(tensor) && !tensor.is_nested(),
-                 "parameter '{}' is a tensor subclass that keeps its own storage: use a plain "
-                 "tensor for it",
+                 "parameter '{}' is a tensor subclass that keeps its own storage: "
+                 "use a plain tensor for it",
                  name);
   PAGODA_REQUIRE(tensor.layout() == at::kStrided && !tensor.is_quantized(),
                  "parameter '{}' is sparse, quantized or packed ({}): only dense tensors of plain "
@@ -63,8 +63,8 @@ void require_pageable(const std::vector<std::pair<std::string, at::Tensor>>& par
 
 kernels::Dtype require_trainable(const at::Tensor& tensor, const std::string& name) {
   PAGODA_REQUIRE(!tensor.is_complex(),
-                 "parameter '{}' is complex: train its real view (torch.view_as_real) instead, or "
-                 "freeze it",
+                 "parameter '{}' is complex: train its real view (torch.view_as_real) "
+                 "instead, or freeze it",
                  name);
   const auto known = element_type(tensor);
   PAGODA_REQUIRE(known.has_value(),

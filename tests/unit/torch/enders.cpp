@@ -3,11 +3,14 @@
 
 #include <atomic>
 #include <barrier>
+#include <latch>
 #include <memory>
 #include <set>
 #include <thread>
 
 #include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 namespace pagoda::torch {
 namespace {
@@ -20,6 +23,17 @@ struct Ending {
     where.notify_all();
   }
   std::atomic<std::thread::id>& where;
+};
+
+/// Says that its end has begun, and waits until it may go on.
+struct LongEnding {
+  LongEnding(std::latch& begun, std::latch& may_end) : begun(begun), may_end(may_end) {}
+  ~LongEnding() {
+    begun.count_down();
+    may_end.wait();
+  }
+  std::latch& begun;
+  std::latch& may_end;
 };
 
 std::thread::id wait_for(std::atomic<std::thread::id>& where) {
@@ -84,6 +98,39 @@ TEST(Enders, NothingEndsAfterTheStop) {
   stays.reset();
   EXPECT_EQ(after.load(), std::thread::id());
   delete leaked;
+}
+
+/// What the child does; its exit code says where it went wrong.
+int child_part(Enders& of_parent) {
+  ::alarm(8);  // less than stop() waits for threads that do not end
+  of_parent.stop();
+  // It may have engines of its own, which end here.
+  std::atomic<std::thread::id> where{};
+  {
+    const Enders::EndsHere here;
+    Enders::instance().share(std::make_unique<Ending>(where)).reset();
+  }
+  if (where.load() != std::this_thread::get_id()) return 1;
+  Enders::instance().stop();
+  return 0;
+}
+
+TEST(Enders, AForkedChildDoesNotWaitForTheThreadsOfItsParent) {
+  Enders enders;
+  static_cast<void>(Enders::instance());  // the child has this one, too
+  std::latch begun(1);
+  std::latch may_end(1);
+  enders.share(std::make_unique<LongEnding>(begun, may_end)).reset();
+  begun.wait();
+  const pid_t child = ::fork();
+  if (child == 0) ::_exit(child_part(enders));
+  int status = -1;
+  const pid_t ended = ::waitpid(child, &status, 0);
+  may_end.count_down();
+  enders.stop();
+  ASSERT_EQ(ended, child);
+  ASSERT_TRUE(WIFEXITED(status)) << "ended by signal " << WTERMSIG(status);
+  EXPECT_EQ(WEXITSTATUS(status), 0);
 }
 
 }  // namespace
