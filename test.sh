@@ -7,23 +7,27 @@ usage() {
   cat <<'TEXT'
 ./test.sh            set up, build, run the fixed selection of tests, also under sanitizers
 ./test.sh --all      everything, the slow tests included
-./test.sh --quick    the release build's selection only, without the sanitizers
+./test.sh --quick    the release build only, without the tests that take longest: some minutes
 
 Tests whose hardware is absent are counted and named with the reason.
 TEXT
 }
 
-all=false presets=(tsan asan release)
+all=false quick=false presets=(tsan asan release)
 for flag in "$@"; do
   case $flag in
     --all) all=true ;;
-    --quick) presets=(release) ;;
+    --quick) quick=true presets=(release) ;;
     -h|--help) usage; exit 0 ;;
     *) printf 'test.sh: unknown flag %s\n\n' "$flag" >&2; usage >&2; exit 2 ;;
   esac
 done
 
 . scripts/working_isa.sh
+# Most tests wait for others at times, so twice as many run as there are cores; torch's threads must not
+# spin then.
+export OMP_WAIT_POLICY=passive
+jobs=$(( 2 * $(nproc) ))
 say() { printf '== %s\n' "$*"; }
 have_gpu() { [[ -e /dev/nvidia0 ]] || nvidia-smi -L > /dev/null 2>&1; }
 
@@ -32,6 +36,7 @@ trap 'rm -rf "$results"' EXIT
 
 # What is left out, and why: label → reason.
 left_out=()
+$quick && left_out+=("long: run by ./test.sh")
 $all || left_out+=("slow: run by ./test.sh --all")
 have_gpu || left_out+=("cuda: there is no NVIDIA GPU here")
 
@@ -41,7 +46,7 @@ run_tests() {
   for entry in ${skipped[@]+"${skipped[@]}"}; do labels+=("^${entry%%:*}$"); done
   (( ${#labels[@]} )) && arguments+=(-LE "$(IFS='|'; echo "${labels[*]}")")
   say "testing $preset"
-  ctest --preset "$preset" -j "$(nproc)" --output-junit "$results/$preset.xml" \
+  ctest --preset "$preset" -j "$jobs" --output-junit "$results/$preset.xml" \
     ${arguments[@]+"${arguments[@]}"} > "$results/$preset.log" 2>&1 || failed=true
   for entry in ${skipped[@]+"${skipped[@]}"}; do
     ctest --preset "$preset" -N -L "^${entry%%:*}$" > "$results/$preset.${entry%%:*}" 2> /dev/null
