@@ -55,11 +55,62 @@ print(sums[0], sums[1])
 engine.close()
 """
 
+READERS = """
+import copy, sys, threading
+import torch, pagoda
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, first, second):
+        return x @ first @ second
+
+# Does `work` while two threads read all parameters again and again.
+def beside(read, work):
+    stop = threading.Event()
+    def run():
+        while not stop.is_set():
+            for p in model.parameters():
+                read(p)
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    work()
+    stop.set()
+    for thread in threads:
+        thread.join()
+
+def products():
+    with torch.no_grad():
+        for i in range(100):
+            Product.apply(torch.ones(3, 64), model[i % 4].weight, model[(i + 1) % 4].weight)
+
+for _ in range(1 if sys.argv[1] == "tolist" else 20):
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
+    engine = pagoda.Engine(device="cpu", device_budget="64KiB", gradient_staging="16KiB",
+                           parameters="host")
+    engine.attach(model, lr=1e-3)
+    if sys.argv[1] == "tolist":
+        beside(torch.Tensor.tolist, products)
+    else:
+        beside(lambda p: copy.deepcopy(p.detach()), lambda: engine.release(model))
+    engine.close()
+"""
+
+
+def run(program: str, argument: str) -> list[str]:
+    result = subprocess.run(
+        [sys.executable, "-c", program, argument], check=False, text=True, capture_output=True,
+        timeout=100, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "python")})
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result.stdout.split()
+
 
 @pytest.mark.parametrize("grad", ["grad", "no_grad"])
 def test_a_function_that_waits_for_room_lets_go_of_pythons_lock(grad: str) -> None:
-    result = subprocess.run(
-        [sys.executable, "-c", PROGRAM, grad], check=False, text=True, capture_output=True,
-        timeout=100, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "python")})
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert result.stdout.split() == ["3072.0", "6144.0"]
+    assert run(PROGRAM, grad) == ["3072.0", "6144.0"]
+
+
+@pytest.mark.parametrize("how", ["tolist", "deepcopy"])
+def test_so_does_a_read_that_python_announces(how: str) -> None:
+    """tolist() and a copy of a storage run operators with that lock held."""
+    assert run(READERS, how) == []

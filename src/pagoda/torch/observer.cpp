@@ -131,16 +131,11 @@ void look(const c10::IValue& value, bool write, HeldPages& held, TableUse& use) 
   }
 }
 
-/// Whether Python announces it, and holds its lock meanwhile: a custom autograd function, by the
-/// name of its class. Operators of torch have a namespace, and are called without that lock.
-bool announced_by_python(const at::RecordFunction& function) {
-  return std::strchr(function.name(), ':') == nullptr;
-}
-
-/// Whether this is the forward of a custom autograd function in Python: it knows the number of the
-/// node that it will make.
+/// Whether this is the forward of a custom autograd function in Python: its name is that of a
+/// class, and it knows the number of the node that it will make.
 bool applies_function(const at::RecordFunction& function) {
-  return function.seqNr() >= 0 && at::GradMode::is_enabled() && announced_by_python(function);
+  return function.seqNr() >= 0 && at::GradMode::is_enabled() &&
+         std::strchr(function.name(), ':') == nullptr;
 }
 
 /// Autograd's engine evaluates a node of a backward pass, with all its hooks: the name follows.
@@ -228,7 +223,7 @@ std::unique_ptr<at::ObserverContext> operator_starts(const at::RecordFunction& f
   }
   const auto inputs = function.inputs();
   HeldPages pages;
-  std::optional<WithoutInterpreterLock> unlocked;  // taken again after all that follows
+  std::optional<WithoutInterpreterLock> unlocked;  // taken again when nothing else is held
   TableUse use;  // until they are pinned or denied: engines that end wait for that, too
   for (const c10::IValue& input : inputs) look(input, false, pages, use);
   std::unique_ptr<OperatorContext> context;
@@ -248,8 +243,9 @@ std::unique_ptr<at::ObserverContext> operator_starts(const at::RecordFunction& f
   for (const Held& held : context->held) {
     for (const pager::Access& access : held.accesses) CustomFunctions::uses(*access.page);
   }
-  // Whoever has what is waited for may need the lock to go on.
-  if (announced_by_python(function)) unlocked.emplace();
+  // Most operators are called without it. A custom function, tolist() and a copy of a storage are
+  // not, and whoever has what they wait for may need it to go on.
+  unlocked.emplace();
   const Touching unobserved;
   for (std::size_t i = 0; i < context->held.size(); ++i) {
     Held& held = context->held[i];
