@@ -22,7 +22,7 @@ class TableUse {
   /// True if it begins now: what was found before may be gone, and is to be looked for again.
   bool enter() noexcept {
     if (lane_) return false;
-    lane_ = turn().load(std::memory_order_relaxed) & 1U;
+    lane_ = turn().load(std::memory_order_relaxed);
     count(*lane_).fetch_add(1, std::memory_order_acq_rel);
     return true;
   }
@@ -36,9 +36,11 @@ class TableUse {
   /// After entries were erased: returns when nobody uses them any more. Not for a thread that uses
   /// one itself.
   static void wait_for_all() noexcept {
-    // Newcomers count in the other lane, so that each runs empty.
-    for (int i = 0; i < 2; ++i) {
-      auto& users = count(turn().fetch_add(1, std::memory_order_relaxed) & 1U);
+    // Newcomers count in the other lane, so that each runs empty. Each is looked at by everybody
+    // who waits, however many do at once: they may delay each other, and no more.
+    for (const std::uint32_t lane : {0U, 1U}) {
+      turn().store(1U - lane, std::memory_order_relaxed);
+      auto& users = count(lane);
       // A change of it, not a look at it: who comes later sees what was erased.
       while (const std::uint32_t now = users.fetch_add(0, std::memory_order_acq_rel)) {
         users.wait(now, std::memory_order_acquire);

@@ -3,12 +3,16 @@
 // needs no torch, and the thread sanitizer sees all of it.
 #include "pagoda/torch/storage_table.h"
 
+#include <array>
 #include <atomic>
 #include <cstddef>
+#include <memory>
 #include <thread>
 #include <vector>
 
 #include <gtest/gtest.h>
+
+#include "pagoda/torch/table_use.h"
 
 namespace pagoda::torch {
 namespace {
@@ -103,6 +107,54 @@ TEST_F(StorageTableOf, IsReadWhileItGrows) {
   readers.clear();
   coming.join();
   EXPECT_EQ(wrong, 0U);
+}
+
+/// Something that is found in a table, and ends after it was erased.
+struct Entry {
+  std::atomic<bool> alive{true};
+};
+
+TEST(TableUseOf, AnyEntryIsOverBeforeItEnds) {
+  constexpr std::size_t kClosers = 4;
+  constexpr int kRounds = 3000;
+  std::array<std::atomic<Entry*>, kClosers> table{};
+  std::atomic<bool> stop{false};
+  std::atomic<int> ended_in_use{0};
+  std::vector<std::jthread> users;
+  for (int i = 0; i < 2; ++i) {
+    users.emplace_back([&] {
+      while (!stop.load()) {
+        for (auto& place : table) {
+          if (place.load() == nullptr) continue;
+          TableUse use;
+          use.enter();
+          const Entry* found = place.load();  // what was found before may have gone
+          if (found == nullptr) continue;
+          std::this_thread::yield();
+          if (!found->alive.load()) ++ended_in_use;
+        }
+      }
+    });
+  }
+  {
+    std::vector<std::jthread> closers;
+    for (auto& place : table) {
+      closers.emplace_back([&place] {
+        std::vector<std::unique_ptr<Entry>> ended;  // not freed: the check above reads them
+        for (int round = 0; round < kRounds; ++round) {
+          Entry& entry = *ended.emplace_back(std::make_unique<Entry>());
+          place.store(&entry);
+          std::this_thread::yield();
+          place.store(nullptr);
+          TableUse::wait_for_all();
+          entry.alive.store(false);
+        }
+      });
+    }
+  }
+  stop.store(true);
+  users.clear();
+  EXPECT_EQ(ended_in_use.load(), 0);
 }
 
 }  // namespace
