@@ -181,6 +181,8 @@ class Drawer:
         if self.writes_in_forward and moment == "late" and what in (
                 "evaluate", "generate", "read_in_thread"):
             return False
+        if self.writes_in_forward and what == "read_in_thread" and options["during"]:
+            return False  # the program itself would read and write at the same time
         return what != "freeze" or not options["thaw"] or bool(self.optimizer["explicit"])
 
     # Passes.
