@@ -123,7 +123,7 @@ std::filesystem::path followed(const std::filesystem::path& path) {
   std::filesystem::path out = path;
   std::error_code none;
   for (int i = 0; std::filesystem::is_symlink(out, none); ++i) {
-    if (i == kMostLinks) fail_to_write(path, ELOOP);
+    if (i == kMostLinks) throw std::system_error(ELOOP, std::generic_category());
     out = out.parent_path() / std::filesystem::read_symlink(out);
   }
   return out;

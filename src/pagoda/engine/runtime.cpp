@@ -41,17 +41,22 @@ Runtime::Runtime(const Config& config, std::shared_ptr<comm::World> world)
   }
 }
 
-Runtime::~Runtime() {
-  // Whoever waits is woken, and nobody starts anything; then the threads end, users first.
-  const auto ended = std::make_exception_ptr(EngineError("the engine has ended"));
-  const bool cause = failure_.is_own();
+void Runtime::end_waits() noexcept {
+  constexpr const char* kEnded = "the engine has ended";
+  const auto ended = std::make_exception_ptr(EngineError(kEnded));
   close();
   failure_.close();
-  ranks_.end("the engine has ended");
+  ranks_.end(kEnded);
   updater_->fail(ended);
   reducer_->fail(ended);
-  pager_->refuse("the engine has ended");
-  if (shards_ != nullptr) shards_->fail("the engine has ended");
+  pager_->refuse(kEnded);
+  if (shards_ != nullptr) shards_->fail(kEnded);
+}
+
+Runtime::~Runtime() {
+  // Whoever waits is woken, and nobody starts anything; then the threads end, users first.
+  const bool cause = failure_.is_own();
+  end_waits();
   ranks_.stop_watching();
   reducer_.reset();
   updater_->stop();  // before those whom it calls
@@ -222,9 +227,9 @@ std::vector<Page*> Runtime::attach(const std::function<ModelSpec()>& describe,
   return overwritten;
 }
 
-void Runtime::undo_attach(const std::function<void()>& copy) {
+void Runtime::finish_together(const std::function<void()>& work) {
   try {
-    copy();
+    work();
     std::uint64_t done = 1;
     if (!alone()) ranks_.control()->all_reduce_max({&done, 1});
   } catch (...) {
@@ -405,6 +410,7 @@ void Runtime::begin_call(std::string label, const std::string& name, const std::
   label_ = std::move(label);
   Collective mine = in_call(Call::Barrier);
   mine.label = label_;
+  in_their_call_.reset();  // the one before leaves first
   in_their_call_ = std::make_unique<RankStatus::InCall>(ranks_.status(), mine.where());
   meet(std::move(mine));
   if (alone()) return;
@@ -427,6 +433,7 @@ void Runtime::begin_work(std::string label) {
   check();
   Collective mine = in_call(Call::Barrier);
   mine.label = std::move(label);
+  in_their_call_.reset();  // the one before leaves first
   in_their_call_ = std::make_unique<RankStatus::InCall>(ranks_.status(), mine.where());
 }
 

@@ -73,12 +73,12 @@ class Runtime {
   std::vector<pager::Page*> attach(const std::vector<pager::Page*>& pages,
                                    std::vector<TrainedSpec> trained, std::vector<Optimizer> groups,
                                    std::vector<FrozenSpec> frozen = {});
-  /// After an attach() that failed on all ranks: does `copy`, which throws nothing that another
-  /// rank need not hear of, and returns when all ranks have.
-  void undo_attach(const std::function<void()>& copy);
+  /// After an attach() that failed on all ranks, or a release(): does `work`, which throws nothing
+  /// that another rank need not hear of, and returns when all ranks have.
+  void finish_together(const std::function<void()>& work);
   /// Forgets gradients and states, once all ranks have done `copy` with every update made; those
   /// pages of which a rank has a shard stay, for others may need them, until drop(). What `copy`
-  /// throws, here or on another rank, leaves everything as it is. WritesDiffer as in step().
+  /// throws, here or on another rank, leaves everything as it is. StepRefused as in step().
   void release(const std::function<void()>& copy);
   /// The page is nobody's any more, on any rank: after release().
   void drop(pager::Page& page);
@@ -149,6 +149,9 @@ class Runtime {
   /// `give_back` copies what the user shall keep, with every update applied, while all ranks still
   /// serve their shards. Returns why it could not, or nothing.
   std::string close(const std::function<void()>& give_back = {}) noexcept;
+  /// close(), and whoever waits for a page, an update or another rank is told that the engine has
+  /// ended. The destructor does it, unless somebody must have been woken before.
+  void end_waits() noexcept;
   /// Whether this is the process that made it, and not a fork of it: there it may only be leaked.
   bool here() const noexcept { return owner_.here(); }
   /// Throws in a forked process, without a look at anything that it would have to lock.

@@ -92,7 +92,6 @@ bool Bindings::denied_now(const PageRecord& page) const noexcept {
 void Bindings::announce_denial(std::span<const Access> accesses, const std::string& why,
                                const Lock& /*lock*/) noexcept {
   for (const Access& access : accesses) {
-    if (record_of(*access.page).binding == nullptr) continue;
     try {
       denials_.push_back(
           {access.page, std::this_thread::get_id(), why, thread_pins::count(*access.page)});
@@ -146,6 +145,11 @@ bool Bindings::denied_to_others(std::span<const Access> accesses, const Lock& /*
 bool Bindings::denies(const PageRecord& page, const Lock& /*lock*/) const noexcept {
   return std::any_of(denials_.begin(), denials_.end(),
                      [&](const Denial& denial) { return denial.page == &page && !denial.mine(); });
+}
+
+bool Bindings::is_denied(const PageRecord& page, const Lock& /*lock*/) const noexcept {
+  return std::any_of(denials_.begin(), denials_.end(),
+                     [&](const Denial& denial) { return denial.page == &page; });
 }
 
 void Bindings::refuse(std::string why, const Lock& /*lock*/) noexcept {

@@ -47,6 +47,8 @@ class Bindings {
   bool denied_to_others(std::span<const Access> accesses, const Lock& lock) const;
   /// Whether an operator of another thread has been denied the page and has not ended.
   bool denies(const PageRecord& page, const Lock& lock) const noexcept;
+  /// …or of this one.
+  bool is_denied(const PageRecord& page, const Lock& lock) const noexcept;
 
   /// From now on every page throws `why`.
   void refuse(std::string why, const Lock& lock) noexcept;

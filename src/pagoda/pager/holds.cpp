@@ -53,7 +53,8 @@ void Holds::remove(PageRecord& page, Lock& lock) noexcept {
 
 /// For writes that are refused.
 void Holds::copy_bytes(PageRecord& page, Lock& lock) {
-  lock.unlock();  // it is pinned
+  const auto arrived = page.ready.event;  // a held page may be getting another one
+  lock.unlock();                          // it is pinned
   Home copy;
   try {
     copy = tiers_.allocate(page.bytes(), Placement::Host, tag::kParameters, page.name());
@@ -62,7 +63,7 @@ void Holds::copy_bytes(PageRecord& page, Lock& lock) {
     if (page.fixed || page.dirty()) throw;
     return;  // its home has them, too
   }
-  if (page.ready.event != nullptr) page.ready.event->wait();
+  if (arrived != nullptr) arrived->wait();
   tiers_.write(copy, 0, {page.device_block().data(), page.bytes()});
   lock.lock();
   if (page.holds == 0) page.held_copy = std::move(copy);

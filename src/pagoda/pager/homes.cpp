@@ -2,7 +2,9 @@
 #include "pagoda/pager/homes.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -52,9 +54,14 @@ device::Stream& Homes::wait_for_users(const PageRecord& page) {
 /// The stream, or the host, goes on when all is there that was written to the resident copy: by the
 /// copy that brought it, by operators, and by kernels under a pin.
 void Homes::wait_for_writes(const PageRecord& page, device::Stream* stream) {
-  for (const device::Mark* mark : {&page.ready, &page.written}) {
-    if (mark->event == nullptr) continue;
-    stream != nullptr ? stream->wait(*mark->event) : mark->event->wait();
+  std::array<std::shared_ptr<device::Event>, 2> events;
+  {
+    const Lock lock = table_.lock();  // a held page may be getting others
+    events = {page.ready.event, page.written.event};
+  }
+  for (const auto& event : events) {
+    if (event == nullptr) continue;
+    stream != nullptr ? stream->wait(*event) : event->wait();
   }
   if (!page.device_block()) return;
   stream != nullptr ? page.device_block().wait_for_users(*stream)

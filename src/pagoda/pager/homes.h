@@ -65,7 +65,7 @@ class Homes {
 
  private:
   static void mark_users(const PageRecord& page);
-  static void wait_for_writes(const PageRecord& page, device::Stream* stream);
+  void wait_for_writes(const PageRecord& page, device::Stream* stream);
   void store(PageRecord& page, const std::byte* from);
   void update_masters_of_fixed(PageRecord& page, const Home& kept_before);
   void update_masters(PageRecord& page, Range shard, Range written, const std::byte* after);

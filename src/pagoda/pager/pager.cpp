@@ -185,6 +185,9 @@ Hold Pager::hold(Page& page, device::Stream* consumer, bool write, RawWrites wri
   thread_pins::forget(page);  // touch() has just put it there; any thread may let go of a hold
   pin.forget();
   Hold hold{*this, page};
+  // No operator has it any more: whoever waits for that, or for room, looks again.
+  parts_->table.notify();
+  parts_->table.notify_pin_waiters(lock);
   const bool in_place = record_of(page).fixed;
   lock.unlock();
   // From here on no early update begins; of a page that has one copy only, one that had begun reads

@@ -360,7 +360,8 @@ void Touches::drop_dead_pages(const Lock& lock) {
     page.bound = false;
     page.shut = false;
     const bool busy = page.moving() || page.readers > 0 || page.pins > 0 ||
-                      page.has_pending_update() || page.attached || home_reads::any(page, lock);
+                      page.has_pending_update() || page.attached || home_reads::any(page, lock) ||
+                      bindings_.is_denied(page, lock);
     if (busy) return false;
     log::debug("pager", "page dropped with its storage", {{"page", page.name()}});
     table_.remove(page, lock);

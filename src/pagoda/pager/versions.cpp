@@ -38,7 +38,10 @@ std::vector<Page*> Versions::mark_pending(std::span<Page* const> pages) {
     }
     home_reads::wait(page, lock);
     // Kernels that were queued until now see what is there now; whoever applies the update waits.
-    if (page.fixed) page.home.block().mark_users(taken);
+    if (page.fixed) {
+      page.home.block().mark_users(taken);
+      if (!page.dirty()) page.before = {};  // of the version before, kept for a write that waits
+    }
     page.next = nullptr;  // nobody fetches from there any more: it may become home
     if (page.residency != Residency::Resident) continue;
     if (page.current() && !page.fixed) continue;  // it was fetched ahead

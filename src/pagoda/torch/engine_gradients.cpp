@@ -171,6 +171,10 @@ void Engine::Impl::require_scaled_loss(const Parameter& parameter, const at::Ten
 /// user's.)
 void Engine::Impl::drop_gradients() {
   (void)forget_failed_passes();
+  forget_gradients();
+}
+
+void Engine::Impl::forget_gradients() {
   std::unordered_map<const optim::TrainedPage*, Partial> partial;
   std::vector<at::Tensor> dropped;  // after the lock: what a gradient's memory ends with may wait
   const std::lock_guard lock(gradient_mutex_);

@@ -49,7 +49,7 @@ Engine::Impl::~Impl() {
     runtime_->fail(std::make_exception_ptr(EngineError("it ended with an exception")));
   }
   for (auto& [key, storage] : storages_) torch::StorageTable::instance().erase(storage->key());
-  runtime_->pager().refuse("the engine has ended");  // whoever waits for a page
+  runtime_->end_waits();  // for a page, an update or another rank
   torch::TableUse::wait_for_all();
   torch::observer::remove();
   for (auto& [key, storage] : storages_) {
@@ -296,7 +296,7 @@ void Engine::Impl::retire_former(const c10::Storage& storage) {
 }
 
 /// In a call of the engine: operators of this thread may exchange storages, and cannot wait for
-/// others that have found the ones of before.
+/// others that have found the previous ones.
 void Engine::Impl::drop_retired() {
   if (retired_.empty()) return;
   torch::TableUse::wait_for_all();
@@ -313,6 +313,7 @@ void Engine::Impl::take_storage(Parameter& parameter, const at::Tensor& tensor,
   auto was = parameter.storage->lock();
   const auto old = storages_.find(parameter.storage->key());
   torch::StorageTable::instance().erase(old->first);
+  runtime_->pager().set_binding(page, nullptr);  // an eviction must not meet it half undone
   parameter.storage->detach();
   retired_.push_back(std::move(old->second));
   storages_.erase(old);
@@ -336,6 +337,13 @@ void Engine::Impl::follow_layout(Parameter& parameter, const at::Tensor& tensor)
   parameter.strides = tensor.strides().vec();
 }
 
+/// Whether a parameter has the page of this storage, which may have died: it was given another one
+/// and no operator has met it since.
+bool Engine::Impl::is_parameters(const torch::PageStorage& storage) const {
+  return std::any_of(parameters_.begin(), parameters_.end(),
+                     [&](const Parameter& one) { return one.storage == &storage; });
+}
+
 /// Forgets storages that have died; the pager has been told by them.
 void Engine::Impl::sweep() {
   // Now and then: their weak references keep torch from using an address again before that.
@@ -343,7 +351,7 @@ void Engine::Impl::sweep() {
   births_since_sweep_ = 0;
   std::vector<const c10::StorageImpl*> gone;
   for (const auto& [key, storage] : storages_) {
-    if (storage->gone()) gone.push_back(key);
+    if (storage->gone() && !is_parameters(*storage)) gone.push_back(key);
   }
   if (gone.empty()) return;
   runtime_->pager().drop_dead_pages();  // before the bindings go

@@ -201,6 +201,7 @@ class Engine::Impl final : public torch::ObserverClient {
   void end_failed_pass();
   bool forget_failed_passes();
   void drop_gradients();
+  void forget_gradients();
   void set_hook(std::size_t index, const at::Tensor& tensor);
   pager::Page& make_page(std::string name, std::uint64_t elements, Bytes element_size,
                          const void* data, c10::Device from);
@@ -215,6 +216,7 @@ class Engine::Impl final : public torch::ObserverClient {
   void check_parameter(std::size_t index, const at::Tensor& tensor);
   void follow_layout(Parameter& parameter, const at::Tensor& tensor) const;
   void sweep();
+  bool is_parameters(const torch::PageStorage& storage) const;
   torch::PageStorage* find(const at::Tensor& tensor) const;
   void bump(pager::Page& page);
 

@@ -112,14 +112,19 @@ void Engine::Impl::release(const std::vector<at::Tensor>& model, const std::stri
       copies.push_back(copy_of(*storage));
     }
   });
-  // All ranks have their copies: from here on nothing waits for another rank, or fails.
-  drop_gradients();  // of a backward without its step: they go with the states
+  // All ranks have their copies: from here on nothing is refused.
+  (void)pass_events_->take_failure_of_all();
+  forget_gradients();  // of a backward without its step: they go with the states
   for (const at::Tensor& tensor : model) {
     torch::ParameterTable::instance().erase(tensor.unsafeGetTensorImpl());
     if (find(tensor) != nullptr) torch::remove_gradient_hook(tensor);
   }
-  for (PlainCopy& copy : copies) {
-    make_plain(copy);
+  torch::TableUse::wait_for_all();  // nobody exchanges a storage any more
+  // Other ranks' threads may read this rank's shards until they have made their pages plain, too.
+  runtime_->finish_together([&] {
+    for (PlainCopy& copy : copies) make_plain(copy);
+  });
+  for (const PlainCopy& copy : copies) {
     runtime_->drop(*copy.storage->page());
     storages_.erase(copy.storage->key());
   }
@@ -155,7 +160,7 @@ void Engine::Impl::drop_exchanged() {
 void Engine::Impl::give_back(const std::vector<NamedTensor>& model,
                              const std::vector<Adopted>& adopted) {
   std::vector<pager::Page*> pages;
-  runtime_->undo_attach([&] {
+  runtime_->finish_together([&] {
     try {
       for (const Adopted& one : adopted) {
         pager::Page* const page = one.storage->page();

@@ -146,6 +146,8 @@ void PageStorage::detach() {
       "were not kept: keep a copy (p.data.clone())");
   if (const auto storage = storage_.lock()) {
     (void)storage->_mutable_data_ptr_no_checks().release_context();
+  } else if (!gone()) {
+    (void)tie_.release();  // it is dying on another thread, as in the destructor
   }
   tie_.reset();
 }

@@ -68,6 +68,49 @@ TEST_F(PagerEnds, APageGoesWhenOperatorsThatAreDeniedItHaveEnded) {
   expect_to_wait(true, [&] { pager_->drop(*page_); });
 }
 
+TEST_F(PagerEnds, APageGoesWhenOperatorsThatAreDeniedItHaveEndedWithoutItsBindingToo) {
+  pager_->set_binding(*page_, nullptr);
+  expect_to_wait(true, [&] { pager_->drop(*page_); });
+}
+
+/// Lets a hold wait where it has become nobody's operator yet.
+class GatedHold final : public PendingUpdates {
+ public:
+  void wait_for_update(Page& /*page*/) override {}
+  const std::byte* wait_for_rows(Page& page, std::span<const Range> /*rows*/) override {
+    return Pager::home(page).data();
+  }
+  void about_to_hold(Page& /*page*/) override {
+    begun.count_down();
+    gate.wait();
+  }
+  Range kept(const Page& page, Range /*shard*/) override { return {0, page.elements}; }
+  void overwritten(Page& /*page*/, std::uint64_t /*begin*/, std::uint64_t /*count*/,
+                   const std::byte* /*before*/, const std::byte* /*after*/) override {}
+
+  std::latch begun{1};
+  std::latch gate{1};
+};
+
+TEST_F(PagerEnds, WhoeverWaitsForOperatorsDoesNotWaitForAHold) {
+  GatedHold updates;
+  pager_->set_pending_updates(&updates);
+  std::latch done{1};
+  std::jthread holder([&] {
+    const Hold hold = pager_->hold(*page_, nullptr, false);
+    done.wait();
+  });
+  updates.begun.wait();
+  std::jthread opener([&] {  // when the wait below has begun
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    updates.gate.count_down();
+  });
+  pager_->wait_until_unused(*page_);  // while the hold lives
+  done.count_down();
+  holder.join();
+  pager_->set_pending_updates(nullptr);
+}
+
 TEST_F(PagerEnds, APagerGoesWhenOperatorsThatHavePagesHaveEnded) {
   Pager* const pager = pager_.get();
   expect_to_wait(false, [&] {
