@@ -11,6 +11,7 @@ import shutil
 import struct
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -239,11 +240,23 @@ def _write_adapters(model: torch.nn.Module, directory: Path) -> None:
 
 
 def save(model: torch.nn.Module, directory: Path, largest: int) -> None:
-    """The model's weights, and its configuration where it has one."""
+    """The model's weights, and its configuration where it has one. A directory that was made for
+    what then could not be written does not stay."""
+    made = not directory.exists()
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"the directory '{directory}' cannot be created: {error.strerror}") from error
+    try:
+        _write(model, directory, largest)
+    except BaseException:
+        if made:
+            with suppress(OSError):  # something is in it
+                directory.rmdir()
+        raise
+
+
+def _write(model: torch.nn.Module, directory: Path, largest: int) -> None:
     if hasattr(model, "peft_config") and hasattr(model, "save_pretrained"):
         if _has_adapters(model):
             _write_adapters(model, directory)

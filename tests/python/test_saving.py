@@ -32,7 +32,8 @@ def test_a_disk_without_room_for_it_is_told_before_the_first_byte(tmp_path: Path
     with mock.patch.object(export.shutil, "disk_usage", return_value=usage):
         raises(lambda: paged.save_pretrained(tmp_path),
                rf"need 3,264 bytes in '{tmp_path}', where 1,000 are free")
-    assert files(tmp_path) == ["model.safetensors"]
+        raises(lambda: paged.save_pretrained(tmp_path / "new"), "where 1,000 are free")
+    assert files(tmp_path) == ["model.safetensors"]  # and no empty directory
     assert (tmp_path / "model.safetensors").read_bytes() == before
     trains(paged, model)
     paged.save_pretrained(tmp_path)

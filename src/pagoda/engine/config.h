@@ -107,11 +107,11 @@ struct Config {
   /// Whether a step may clip. With `clip` = inf it takes the norm and never does.
   bool clips() const noexcept { return clip > 0 && std::isfinite(clip); }
   bool takes_norm() const noexcept { return clip > 0 || scales_loss(); }
-  /// Seconds between signs of life: `heartbeat`, or what 0 stands for.
+  /// Seconds between heartbeats: `heartbeat`, or what 0 stands for.
   double beat() const noexcept {
     return heartbeat > 0 ? heartbeat : std::min(5.0, timeout / kBeats);
   }
-  static constexpr double kBeats = 12;         ///< signs of life in a timeout
+  static constexpr double kBeats = 12;         ///< heartbeats in a timeout
   static constexpr double kLeastBeat = 0.001;  ///< seconds
 
   /// Reads a JSON object. Sizes may be numbers or texts ("8GiB"). What is not named, or null, keeps

@@ -149,7 +149,7 @@ void StatePlacer::log_overflow(const Pages& pages, std::span<TrainedPage* const>
     states += on_nvme(config_.optimizer, page->state);
   }
   if (parameters + gradients + states == 0) return;
-  log::info("engine", "host_budget is full: some of what was placed on the host lies on nvme",
+  log::info("engine", "host_budget is full: spilled to nvme",
             {{"parameters", format_bytes(parameters)},
              {"gradients", format_bytes(gradients)},
              {"optimizer", format_bytes(states)}});

@@ -49,7 +49,7 @@ void check_shard(const OptimizerShard& shard, const Step& step, Needs needs, boo
   PAGODA_REQUIRE_GE(step.number, 1U, "steps count from 1");
   // As a double: a conversion would leave its mark on the caller's floating-point flags.
   PAGODA_REQUIRE(std::abs(step.grad_scale) <= std::numeric_limits<float>::max(),
-                 "the gradient scale is {}, which is no finite fp32 number", step.grad_scale);
+                 "the gradient scale is {}, which is not a finite fp32 number", step.grad_scale);
   if (shard.count == 0) return;
   PAGODA_REQUIRE(bool{shard.grad}, "the gradient is missing");
   check_aligned("the gradient", shard.grad.data, element_size(shard.grad.type));

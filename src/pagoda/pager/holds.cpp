@@ -34,7 +34,7 @@ void Holds::remove(PageRecord& page, Lock& lock) noexcept {
   bool stale = false;
   try {
     stale = note_write(page, lock);
-  } catch (const std::exception& error) {  // no memory for the page's name
+  } catch (const std::exception& error) {  // no memory for its name, or no mark
     log::warn("pager", "a write under a pin is not reported",
               {{"page", page.name()}, {"cause", error.what()}});
   }

@@ -84,7 +84,7 @@ struct alignas(64) PageRecord final : Page {
   /// lookups, and copies to where the page has been dropped from since.
   std::vector<device::Mark> reading;
 
-  /// Of a copy that was being overwritten where it is, in vain.
+  /// Of a copy whose overwrite in place failed.
   static constexpr std::uint64_t kNoVersion = ~std::uint64_t{0};
 
   /// Under the lock; whoever has the former name keeps it.

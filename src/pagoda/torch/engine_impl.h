@@ -154,8 +154,9 @@ class Engine::Impl final : public torch::ObserverClient {
   at::Tensor bytes_of(torch::PageStorage& storage);
   at::Tensor copy_on_device(torch::PageStorage& storage);
   PlainCopy copy_of(torch::PageStorage& storage);
-  /// Its storage is a plain one again, and the page bound to none.
+  /// From now on no operator finds the page, and none runs on it.
   void end_use(torch::PageStorage& storage);
+  /// Its storage is a plain one again, and the page bound to none.
   void make_plain(PlainCopy& copy);
   void require_host_memory(Bytes bytes) const;
   void drop_exchanged();

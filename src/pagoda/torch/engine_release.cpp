@@ -76,7 +76,6 @@ Engine::Impl::PlainCopy Engine::Impl::copy_of(torch::PageStorage& storage) {
                         c10::DataPtr(nullptr, plain.device()))};
 }
 
-/// From now on no operator finds the page, and none runs on it.
 void Engine::Impl::end_use(torch::PageStorage& storage) {
   torch::StorageTable::instance().erase(storage.key());
   torch::TableUse::wait_for_all();
