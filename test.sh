@@ -32,7 +32,8 @@ say() { printf '== %s\n' "$*"; }
 have_gpu() { [[ -e /dev/nvidia0 ]] || nvidia-smi -L > /dev/null 2>&1; }
 
 results=$(mktemp -d)
-trap 'rm -rf "$results"' EXIT
+tests=  # the process group of the tests that run in the background
+trap '[[ -z $tests ]] || kill -- "-$tests" 2> /dev/null || true; rm -rf "$results"' EXIT
 
 # What is left out, and why: label → reason.
 left_out=()
@@ -41,17 +42,32 @@ $all || left_out+=("slow: run by ./test.sh --all")
 have_gpu || left_out+=("cuda: there is no NVIDIA GPU here")
 
 run_tests() {
-  local preset=$1 entry arguments=() labels=() skipped=(${left_out[@]+"${left_out[@]}"})
+  local preset=$1 passed=true entry arguments=() labels=() skipped=(${left_out[@]+"${left_out[@]}"})
   if $all && [[ $preset != release ]]; then skipped+=("slow: run in the release build only"); fi
   for entry in ${skipped[@]+"${skipped[@]}"}; do labels+=("^${entry%%:*}$"); done
   (( ${#labels[@]} )) && arguments+=(-LE "$(IFS='|'; echo "${labels[*]}")")
-  say "testing $preset"
   ctest --preset "$preset" -j "$jobs" --output-junit "$results/$preset.xml" \
-    ${arguments[@]+"${arguments[@]}"} > "$results/$preset.log" 2>&1 || failed=true
+    ${arguments[@]+"${arguments[@]}"} > "$results/$preset.log" 2>&1 || passed=false
   for entry in ${skipped[@]+"${skipped[@]}"}; do
     ctest --preset "$preset" -N -L "^${entry%%:*}$" > "$results/$preset.${entry%%:*}" 2> /dev/null
     printf '%s\n' "${entry#*: }" >> "$results/$preset.${entry%%:*}"
   done
+  $passed
+}
+
+# Tests wait for timers, disks and each other: the next preset is built beside them. Their own process
+# group, so that they end with this script.
+start_tests() {
+  say "testing $1"
+  set -m
+  run_tests "$1" &
+  tests=$!
+  set +m
+}
+finish_tests() {
+  [[ -n $tests ]] || return 0
+  wait "$tests" || failed=true
+  tests=
 }
 
 failed=false
@@ -67,8 +83,10 @@ for preset in "${presets[@]}"; do
     limit_to_working_isa
   fi
   scripts/bootstrap.sh "$preset"
-  run_tests "$preset"
+  finish_tests
+  start_tests "$preset"
 done
+finish_tests
 .venv/bin/python scripts/test_summary.py "$results" || failed=true
 printf 'took %d min %02d s\n' $(( (SECONDS - started) / 60 )) $(( (SECONDS - started) % 60 ))
 ! $failed

@@ -15,11 +15,20 @@ endfunction()
 
 # pagoda_torch_layer(NAME …): the same for a folder that includes torch. Torch's headers are slow to
 # compile, so these are built with -O2 and line tables only; the hot loops live below. Under sanitizers
-# they are optimised as little as everything else.
+# they are not optimised, in two units, and without the checks that are made at every use of a pointer,
+# torch's inline ones included: the address sanitizer sees a null or freed object as well.
+set(PAGODA_TORCH_OPTIONS -O2 -g1)
+if(PAGODA_SANITIZE)
+  set(PAGODA_TORCH_OPTIONS -O0)
+endif()
+if(PAGODA_SANITIZE MATCHES undefined)
+  list(APPEND PAGODA_TORCH_OPTIONS -fno-sanitize=null,alignment,vptr)
+endif()
 function(pagoda_torch_layer NAME)
   pagoda_layer(${NAME} ${ARGN})
   target_link_libraries(pagoda_${NAME} PUBLIC torch_headers)
-  if(NOT PAGODA_SANITIZE)
-    target_compile_options(pagoda_${NAME} PRIVATE -O2 -g1)
+  target_compile_options(pagoda_${NAME} PRIVATE ${PAGODA_TORCH_OPTIONS})
+  if(PAGODA_SANITIZE)
+    set_target_properties(pagoda_${NAME} PROPERTIES UNITY_BUILD_BATCH_SIZE 15)
   endif()
 endfunction()

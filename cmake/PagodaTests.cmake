@@ -36,7 +36,7 @@ function(pagoda_test NAME)
     foreach(shard RANGE ${last})
       add_test(NAME ${NAME}/shard_${shard} COMMAND ${NAME})
       set_tests_properties(${NAME}/shard_${shard} PROPERTIES LABELS "${TEST_LABELS}"
-        TIMEOUT ${TEST_TIMEOUT}
+        TIMEOUT ${TEST_TIMEOUT} COST 100
         ENVIRONMENT "GTEST_TOTAL_SHARDS=${TEST_SHARDS};GTEST_SHARD_INDEX=${shard}")
     endforeach()
     return()

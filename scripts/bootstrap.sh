@@ -4,7 +4,9 @@
 # environment with the pinned torch, CMake, Ninja. Each part is skipped when nothing changed, so a
 # second run takes seconds. ./test.sh and ./demo.sh call it; it may be called alone:
 #
-#   scripts/bootstrap.sh [PRESET…]      presets to build: release (default), asan, tsan
+#   scripts/bootstrap.sh [PRESET[:TARGET]…]
+#                                       presets to build: release (default), asan, tsan; all of
+#                                       each, or one target
 #   scripts/bootstrap.sh packages       the Debian packages only
 #   scripts/bootstrap.sh environment    …and the virtual environment, which release and asan need
 set -euo pipefail
@@ -69,7 +71,8 @@ make_environment() {
 }
 
 build() {
-  local preset=$1 directory=build
+  local preset=${1%%:*} target=() directory=build
+  [[ $1 == *:* ]] && target=("${1#*:}")
   [[ $preset == release ]] || directory=build-$preset
   if [[ ! -f $directory/build.ninja ]]; then
     say "configuring $preset"
@@ -77,8 +80,8 @@ build() {
       { tail -n 30 "$directory.configure.log" >&2; fail "cmake --preset $preset failed"; }
     mv "$directory.configure.log" "$directory/configure.log"
   fi
-  say "building $preset"
-  ninja -C "$directory" --quiet || fail "ninja -C $directory failed"
+  say "building ${target[*]:-$preset}"
+  ninja -C "$directory" --quiet ${target[@]+"${target[@]}"} || fail "ninja -C $directory failed"
 }
 
 install_packages

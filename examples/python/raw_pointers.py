@@ -67,6 +67,7 @@ def main() -> None:
     engine = pagoda.Engine(device_budget="160KiB", gradient_staging="64KiB")
     with engine.build():
         model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(16)))
+    engine.attach(model)  # pages have the names of the model's parameters from here on
     x = torch.randn(4, 64, device=engine.device)
     ways = [by_numpy] if engine.device.type == "cpu" else [captured]
     if engine.device.type == "cuda" and triton is not None:

@@ -5,10 +5,24 @@ the engine's optimizer are not supported is said at once."""
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pagoda.wrappers import when_imported
+
+if TYPE_CHECKING:
+    from pagoda.optimizer import Optimizer
+
+
+def optimizers_of(accelerator: Any) -> Iterator[Optimizer]:
+    """The engines' among those that it drives."""
+    from pagoda.optimizer import Optimizer
+
+    for prepared in accelerator._optimizers:
+        inner = getattr(prepared, "optimizer", prepared)
+        if isinstance(inner, Optimizer):
+            yield inner
 
 
 def guard_accelerator_state() -> None:
@@ -26,12 +40,8 @@ def _guard(accelerator: Any, name: str) -> None:
 
     @functools.wraps(plain)
     def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from pagoda.optimizer import Optimizer
-
-        for prepared in self._optimizers:
-            inner = getattr(prepared, "optimizer", prepared)
-            if isinstance(inner, Optimizer):
-                inner.require_no_state(f"accelerator.{name}()")
+        for optimizer in optimizers_of(self):
+            optimizer.require_no_state(f"accelerator.{name}()")
         return plain(self, *args, **kwargs)
 
     setattr(accelerator, name, checked)

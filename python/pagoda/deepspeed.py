@@ -54,6 +54,10 @@ class DeepSpeedEngine:
             raise AttributeError(f"neither DeepSpeedEngine nor {type(self.module).__name__} "
                                  f"has '{name}'") from None
 
+    def __repr__(self) -> str:
+        return (f"DeepSpeedEngine({type(self.module).__name__}, {self._micro} per micro-batch, "
+                f"accumulation={self._accumulation}, {self.engine!r})")
+
     def train(self, mode: bool = True) -> DeepSpeedEngine:
         self.module.train(mode)
         return self

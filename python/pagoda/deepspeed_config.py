@@ -381,8 +381,10 @@ class Settings:
 
     def optimizer_keywords(self) -> dict[str, Any]:
         """What attach() is told."""
+        chosen = True
         if self.get("optimizer.type") is None and not self.section("optimizer.params"):
             ours = group_defaults("adamw")
+            chosen = False
             self.ignored["optimizer"] = (
                 f"missing; AdamW with lr={ours['lr']:g} and weight_decay={ours['weight_decay']:g} is used: "
                 "set optimizer.type and optimizer.params.lr to choose")
@@ -395,6 +397,8 @@ class Settings:
             raise UserError("optimizer.params.max_grad_norm: use gradient_clipping instead")
         if named.lower() == "adam" and not params.pop("adam_w_mode", True):
             kind = "adam"
+        if chosen and kind != "sgd" and not params.get("torch_adam", False):
+            params.setdefault("weight_decay", 0.0)  # of DeepSpeed's own; torch.optim.AdamW has 0.01
         for key in ("torch_adam", "fused", "adamw_mode", "adam_w_mode", "set_grad_none",
                     "fp32_optimizer_states"):
             if params.pop(key, None) not in (None, False, True):

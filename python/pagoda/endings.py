@@ -17,6 +17,7 @@ import multiprocessing.util
 import os
 import sys
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Callable
@@ -60,11 +61,15 @@ class Told:
 
     def __init__(self, handle: Handle) -> None:
         self._handle = handle
+        self._alone = handle.world_size() == 1
         self.thread = threading.get_ident()
+        self.closing = False
 
     def fail(self, error: BaseException) -> None:
-        """The other ranks raise this error. After the first one it does nothing."""
-        self._handle.fail(text_of(error))
+        """The other ranks raise this error. After the first one it does nothing, nor where there are
+        none: another thread may train on."""
+        if not self._alone:
+            self._handle.fail(text_of(error))
 
     def end(self) -> None:
         """The process ends here: returns when the others have heard of it."""
@@ -93,8 +98,12 @@ class Ending:
 
     def undo(self) -> None:
         """The model is released, or goes with its engine."""
-        while self.on_release:
-            self.on_release.pop()()
+        while True:
+            try:
+                call = self.on_release.pop()
+            except IndexError:  # another thread that is in close() may have taken the last one
+                return
+            call()
 
     def _steps(self) -> int | None:
         try:
@@ -116,7 +125,7 @@ class Ending:
         steps = self._steps()
         lost = self._handle.close(True)
         if lost and (self._saved_at is None or self._saved_at != steps):
-            warnings.warn(lost, RuntimeWarning, stacklevel=4)  # whoever calls close()
+            warnings.warn(lost, RuntimeWarning, stacklevel=3)  # whoever calls close(), or drops the engine
 
 
 def listen_for_interrupts() -> None:
@@ -161,7 +170,8 @@ def _tell(error: BaseException | None, thread: int | None = None) -> None:
     if error is None or not is_failure(error) or is_interactive():
         return
     for told in list(_open):
-        if thread is None or told.thread == thread:
+        # Once another thread has called close(), what ends this one is mostly that.
+        if thread is None or (told.thread == thread and not told.closing):
             told.fail(error)
 
 
@@ -195,3 +205,19 @@ def _at_exit() -> None:
     global _exiting
     _exiting = True
     _tell(getattr(sys, "last_exc", None) or getattr(sys, "last_value", None))
+    _wait_for_threads_not_joined()
+
+
+def _wait_for_threads_not_joined(limit: float = 5) -> None:
+    """Python 3.11 and 3.12 take a thread for ended once Ctrl-C has interrupted its join(), and do not
+    wait for it at exit. If that thread is in torch or in an engine then, it comes back to an
+    interpreter that is gone, and the process aborts. It has got its error from close(): it ends soon."""
+    until = time.monotonic() + limit
+
+    def runs() -> bool:
+        others = (thread for thread in threading.enumerate() if thread is not threading.main_thread())
+        return any(thread.ident is not None and not thread.daemon and not thread.is_alive()
+                   for thread in others)
+
+    while runs() and time.monotonic() < until:
+        time.sleep(0.001)

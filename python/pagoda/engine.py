@@ -23,6 +23,7 @@ from pagoda.activations import ActivationHooks
 from pagoda.arguments import boxed, check_model, described, directory_of, module_of, tensor_of
 from pagoda.attachment import Attachment
 from pagoda.birth import birth_scope
+from pagoda.calls import Calls
 from pagoda.copies import copy_pages
 from pagoda.endings import Ending, is_failure, listen_for_interrupts, text_of, watch
 from pagoda.errors import EngineError, UserError, sendable, translated
@@ -35,7 +36,7 @@ from pagoda.pin import Pin
 from pagoda.profiling import profile_without_pointers, require_no_pointer_profiler
 from pagoda.regions import watch_regions
 from pagoda.sharing import guard_sharing
-from pagoda.stats import Stats
+from pagoda.stats import Stats, byte_size
 from pagoda.untrained import UntrainedWatch
 from pagoda.warning import warn
 
@@ -97,7 +98,9 @@ class Engine:
         # Not a destructor: it may not run while Python's lock is held.
         self._ending = Ending(self._handle)
         self._end = weakref.finalize(self, self._ending.end)
+        self._calls = Calls(self._handle)
         self._told = watch(self._handle)  # after finalize: at exit what is told comes first
+        self._handle.taken()
         self._model: torch.nn.Module | None = None
         self._optimizer: Optimizer | None = None
         self._attachment: Attachment | None = None
@@ -124,11 +127,20 @@ class Engine:
         into memory. If not, a RuntimeWarning names them, and they throw when they are used; so do
         those of an engine that has failed. There is no warning if the model was saved since the last
         step, or when the interpreter exits.
+
+        A call of another thread ends first: a backward pass at its next gradient, with a UserError,
+        and any other call with its result. If it takes longer than `timeout`, the engine fails. Calls
+        that come later raise UserError.
         """
-        if self._optimizer is not None:
-            self._optimizer.retire("the engine has been closed")
+        with translated():
+            self._handle.require_may_close()
+        optimizer = self._optimizer
+        self._told.closing = True  # first: a thread that finds no model below finds the engine closed
+        self._ending.end()
+        self._end.detach()  # after it: a Ctrl-C on the way leaves the rest to a second close()
+        if optimizer is not None:
+            optimizer.retire("the engine has been closed")
         self._forget_model()
-        self._end()
 
     def __enter__(self) -> Engine:
         self._require_open()
@@ -152,11 +164,11 @@ class Engine:
         raise UserError("an engine cannot be copied or pickled: it belongs to this process")
 
     def __repr__(self) -> str:
-        if not self._end.alive:
+        if not self.is_open:
             return "Engine(closed)"
         attachment = self._attachment
         model = "no model attached" if attachment is None else f"{len(attachment.kept)} parameters"
-        return (f"Engine(device='{self._device}', device_budget={self._budget / 2**30:.2f} GiB, "
+        return (f"Engine(device='{self._device}', device_budget={byte_size(self._budget)}, "
                 f"rank {self.rank} of {self.world_size}, {model})")
 
     # What there is.
@@ -188,10 +200,11 @@ class Engine:
     @property
     def optimizer(self) -> Optimizer:
         """A torch optimizer, for schedulers and for code that wants one."""
+        optimizer = self._optimizer  # before the look at the engine, for another thread may close it
         self._require_open()
-        if self._optimizer is None:
+        if optimizer is None:
             raise UserError("no model is attached: call attach() first")
-        return self._optimizer
+        return optimizer
 
     @property
     def loss_scale(self) -> float:
@@ -243,6 +256,8 @@ class Engine:
         """
         with translated():
             self._handle.config()  # it has not been closed
+        if self._model is not None and not self._is_attached():
+            self._forget_model()  # a Ctrl-C came between the two
         if self._model is not None:
             raise UserError("a model is attached already: release() it first")
         said = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
@@ -259,23 +274,26 @@ class Engine:
             facade = Optimizer(self, self._handle, resolved)
             constants = [constants_of(group) for group in facade.param_groups]
             largest = self._clip if clip is None else number("clip", clip)
-        with translated():
-            try:
+        given = [p for group in resolved for p in group["params"]]
+        try:
+            # First, so that a Ctrl-C as the library's call returns finds the same there and here.
+            self._model = model
+            self._optimizer = facade
+            self._attachment = Attachment(self, given, largest)
+            self._untrained = UntrainedWatch(model, given)
+            self._first_step = 0
+            with translated():
                 self._handle.attach(
                     [sendable(name) for name in named], list(named.values()),
                     [number_of.get(id(parameter), -1) for parameter in named.values()],
                     [group["optimizer"] for group in facade.param_groups], constants,
                     [sendable(name) for name in buffers], list(buffers.values()), largest, "")
-            except RuntimeError:
+        except BaseException:
+            if not self._is_attached():
+                self._forget_model()
                 with suppress(RuntimeError):  # the engine has failed
                     self._handle.set_clip(self._clip)
-                raise
-        self._model = model
-        self._optimizer = facade
-        given = [p for group in resolved for p in group["params"]]
-        self._attachment = Attachment(self, given, largest)
-        self._untrained = UntrainedWatch(model, given)
-        self._first_step = 0
+            raise
         return facade
 
     @contextmanager
@@ -300,9 +318,19 @@ class Engine:
             tensors: list[torch.Tensor] = list(model.parameters())
             if model is self._model and self._attachment is not None:
                 tensors += self._attachment.kept  # also what the model has replaced since
-        with translated():
-            self._handle.release(list({id(tensor): tensor for tensor in tensors}.values()), "")
-        self._forget_model()
+        try:
+            with translated():
+                self._handle.release(list({id(tensor): tensor for tensor in tensors}.values()), "")
+        finally:  # a Ctrl-C may come as the library's call returns
+            if not self._is_attached():
+                self._forget_model()
+
+    def _is_attached(self) -> bool:
+        """Whether the library has a model; an engine that has failed keeps its own."""
+        try:
+            return self._handle.attached()
+        except RuntimeError:
+            return True
 
     def save_pretrained(self, directory: str | Path, model: torch.nn.Module | None = None, *,
                         max_shard_size: int | str = "5GB", max_shard_bytes: int | None = None) -> None:
@@ -311,7 +339,7 @@ class Engine:
         at a time, and previous files are replaced when all new ones are complete. Rank 0 writes; if
         it cannot, all ranks raise, and may go on.
         """
-        with self._together("save_pretrained", "the directory of save_pretrained()", directory):
+        with self._calls.together("save_pretrained", "the directory of save_pretrained()", directory):
             # What is wrong with the arguments of one rank is an error on all.
             chosen = self._model if model is None else module_of(model, "save_pretrained()")
             if chosen is None:
@@ -325,35 +353,6 @@ class Engine:
                 self.finish()
         if chosen is self._model:
             self._ending.saved()
-
-    @contextmanager
-    def _together(self, call: str, name: str, argument: object) -> Iterator[None]:
-        """Around a collective call: all ranks are in it, with the same `argument`, called `name`, and
-        what one of them raises, all do."""
-        with translated():
-            self._handle.begin_call(call, name, repr(str(argument)))
-        try:
-            yield
-        except EngineError:
-            raise  # the others hear it from the engine
-        except BaseException as error:
-            with translated():
-                self._handle.end_call(f"{call}(): {text_of(error)}")
-            raise
-        with translated():
-            self._handle.end_call("")
-
-    @contextmanager
-    def _working(self, call: str) -> Iterator[None]:
-        """Around what this rank does by itself, under the name `call`: however long a disk takes, the
-        ranks that wait for it do not take it for idle."""
-        with translated():
-            self._handle.begin_work(call)
-        try:
-            yield
-        finally:
-            with suppress(RuntimeError):  # it has been closed
-                self._handle.end_work()
 
     def _save(self, directory: str | Path, model: torch.nn.Module,
               max_shard_bytes: int = 5_000_000_000) -> None:
@@ -394,8 +393,9 @@ class Engine:
 
     def _take_step(self) -> StepReport:
         self.optimizer.send()
-        if self._untrained is not None:
-            self._untrained.look()
+        untrained = self._untrained
+        if untrained is not None:
+            untrained.look()
         self._check_first_step()
         with translated():
             step, skipped, norm, loss_scale = self._handle.step()
@@ -482,7 +482,7 @@ class Engine:
             if engine is None:  # it has given the weights back, or they throw
                 type(self).save_pretrained(self, save_directory, *args, **kwargs)  # type: ignore
                 return
-            with engine._working("save_pretrained"):
+            with engine._calls.working("save_pretrained"):
                 engine._save(save_directory, self)
 
         # A method, so that a copy of the model has one of the copy.
@@ -510,7 +510,7 @@ class Engine:
     @property
     def is_open(self) -> bool:
         """Until close()."""
-        return self._end.alive
+        return self._end.alive and not self._told.closing
 
     def _require_open(self) -> None:
         if not self.is_open:

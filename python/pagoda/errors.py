@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _FAMILY = re.compile(r"^(?:.*?\n)*?.*?pagoda\.(UserError|EngineError): ", re.MULTILINE)
+# A Ctrl-C while torch turns arguments into its own types.
+_INTERRUPTED = "Python error details: KeyboardInterrupt"
 _TORCH_TRAIL = re.compile(r"\nException raised from .*", re.DOTALL)
 
 
@@ -56,6 +58,8 @@ def translated() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        if _INTERRUPTED in str(error):
+            raise KeyboardInterrupt from None
         ours = from_runtime_error(error)
         if ours is error:
             raise

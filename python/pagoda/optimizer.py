@@ -92,6 +92,12 @@ class _EngineState(defaultdict[torch.Tensor, Any]):
     clear = pop = popitem = setdefault = update = _refuse
 
 
+# What torch.optim's optimizers compute with. (A scheduler's or a script's own keys mean nothing here, either.)
+_TORCHS_CONSTANTS = frozenset({
+    "alpha", "amsgrad", "betas", "centered", "dampening", "decoupled_weight_decay", "eps", "etas", "lambd",
+    "lr_decay", "maximize", "momentum", "momentum_decay", "nesterov", "rho", "weight_decay"})
+
+
 class _Group(dict[str, Any]):
     """A parameter group. A change of a constant that comes too late for the step raises here, where
     it is made, and is not made: see "Between backward and step" in docs/python.md."""
@@ -101,6 +107,8 @@ class _Group(dict[str, Any]):
         self._require_changeable = require_changeable
 
     def __setitem__(self, name: str, value: Any) -> None:
+        if name not in self and name in _TORCHS_CONSTANTS and value is not None and value is not False:
+            raise UserError(f"optimizer '{self.get('optimizer')}' has no '{name}'")
         if name in self and name in _constants_as_torch_writes_them(self):
             before = self[name]
             same = before is value or (not isinstance(value, torch.Tensor)

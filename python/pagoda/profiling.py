@@ -6,7 +6,6 @@ these three are off, with one warning; times, memory and modules are recorded as
 from __future__ import annotations
 
 import functools
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from torch.autograd import profiler
 
 from pagoda.errors import UserError
+from pagoda.warning import warn
 
 # What makes the profiler read pointers, in the order of its keywords.
 _POINTERS = ("record_shapes", "with_flops", "with_stack")
@@ -45,9 +45,9 @@ def _watch() -> None:
         if asked and any(engine.is_open for engine in _living):
             for name in asked:
                 setattr(self, name, False)
-            warnings.warn(f"torch.profiler: {', '.join(asked)} {'is' if len(asked) == 1 else 'are'} off while a "
-                          "pagoda.Engine lives, for the pointers of its parameters cannot be read; profile_memory "
-                          "and with_modules are recorded", stacklevel=2)
+            warn(f"torch.profiler: {', '.join(asked)} {'is' if len(asked) == 1 else 'are'} off while a "
+                 "pagoda.Engine lives, for the pointers of its parameters cannot be read; profile_memory and "
+                 "with_modules are recorded")
             asked = ()
         _running = asked
         return plain(self, *args, **kwargs)

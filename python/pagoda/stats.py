@@ -7,6 +7,20 @@ import html
 from typing import Any
 
 
+def byte_size(size: int) -> str:
+    """As the library writes it: in the largest binary unit, with two decimals where it is not whole.
+
+    >>> byte_size(1000), byte_size(64 * 1024), byte_size(1536 * 1024**2)
+    ('1000 B', '64 KiB', '1.50 GiB')
+    """
+    prefix = min(max(size.bit_length() - 1, 0) // 10, 5)
+    if prefix == 0:
+        return f"{size} B"
+    unit = 1024**prefix
+    number = str(size // unit) if size % unit == 0 else f"{size / unit:.2f}"
+    return f"{number} {'KMGTP'[prefix - 1]}iB"
+
+
 def _tree(flat: dict[str, int]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for name, value in flat.items():

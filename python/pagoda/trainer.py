@@ -13,6 +13,7 @@ import torch
 from accelerate import Accelerator  # type: ignore[import-untyped]
 from transformers import TrainerCallback, TrainingArguments
 
+from pagoda.accelerator_state import optimizers_of
 from pagoda.engine import Engine
 from pagoda.errors import UserError
 from pagoda.optimizer import Optimizer
@@ -60,22 +61,13 @@ def _save_weights_only(args: TrainingArguments) -> None:
                      "be resumed from them, because they do not hold the optimizer's state")
 
 
-def _optimizer_of(accelerator: Accelerator) -> Optimizer | None:
-    """The engine's, if that is what it drives."""
-    for prepared in accelerator._optimizers:
-        inner = getattr(prepared, "optimizer", prepared)
-        if isinstance(inner, Optimizer):
-            return inner
-    return None
-
-
 def _scale_losses() -> None:
     """Accelerate calls loss.backward(), which knows nothing of the engine's loss scale."""
     theirs = Accelerator.backward
 
     @functools.wraps(theirs)
     def backward(self: Accelerator, loss: torch.Tensor, **kwargs: Any) -> Any:
-        optimizer = _optimizer_of(self)
+        optimizer = next(optimizers_of(self), None)
         if optimizer is None:
             return theirs(self, loss, **kwargs)
         with optimizer.scaled(loss) as scaled:
@@ -143,6 +135,26 @@ def _groups(model: torch.nn.Module, decay: float) -> list[dict[str, Any]]:
     return [group for group in groups if group["params"]]
 
 
+def _optim_args(args: TrainingArguments, named: str, kind: str) -> dict[str, Any]:
+    """What Trainer takes of them: for SGD all but the decay, which its groups have, else nothing."""
+    out: dict[str, Any] = {}
+    for mapping in (args.optim_args or "").replace(" ", "").split(","):
+        if not mapping:
+            continue
+        key, _, value = mapping.partition("=")
+        if kind == "sgd" and key in ("momentum", "dampening"):
+            try:
+                out[key] = float(value)
+            except ValueError:
+                raise UserError(f"optim_args: '{mapping}' is not allowed: expected a number") from None
+        elif kind == "sgd" and key == "nesterov":
+            out[key] = value.lower() in ("true", "1", "yes")  # as Trainer reads it
+        elif kind != "sgd" or key != "weight_decay":
+            raise UserError(f"optim_args: '{key}' is not supported with optim='{named}'" + (
+                "; SGD has momentum, dampening and nesterov" if kind == "sgd" else ""))
+    return out
+
+
 def arguments(engine: Engine, model: torch.nn.Module, args: TrainingArguments, *,
               callbacks: Iterable[TrainerCallback | type[TrainerCallback]] = ()) -> dict[str, Any]:
     """Attaches `model` and gives the keywords that make a Trainer train through `engine`:
@@ -151,7 +163,7 @@ def arguments(engine: Engine, model: torch.nn.Module, args: TrainingArguments, *
                           **pagoda.trainer.arguments(engine, model, args))
         trainer.train()
 
-    Learning rate, decay, betas and `optim` are taken from `args`; `max_grad_norm` becomes the
+    Learning rate, decay, betas, `optim` and SGD's `optim_args` are taken from `args`; `max_grad_norm` becomes the
     engine's clip, and Trainer logs the norm as usual. `save_model` writes page by page. Optimizer
     state is not part of Trainer's checkpoints: `save_only_model` is set, and resuming from one is an
     error. Under torchrun the engine shards the model over the ranks: it is not wrapped. Callbacks of
@@ -185,6 +197,7 @@ def arguments(engine: Engine, model: torch.nn.Module, args: TrainingArguments, *
         constants["betas"] = (args.adam_beta1, args.adam_beta2)
     if kind == "adamw":
         constants["eps"] = args.adam_epsilon
+    constants.update(_optim_args(args, named, kind))
     optimizer = engine.attach(model, optimizer=kind, lr=args.learning_rate,
                               groups=_groups(model, args.weight_decay),
                               clip=args.max_grad_norm or 0.0, **constants)

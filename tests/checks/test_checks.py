@@ -91,6 +91,31 @@ def test_a_file_that_is_not_there_is_found(tmp_path: Path, text: str, word: str)
     assert "README.md:2: " in output and word in output
 
 
+@pytest.mark.parametrize(("table", "word"), [
+    (["`Outer`, `Middle` *slow*"], "threads.md: the table of locks has no row for Inner"),
+    (["`Outer`, `Middle`", "`Inner`, `Gone`"], "threads.md:6: src/pagoda/base/lock_rank.h has no lock Gone"),
+    (["`Outer`", "`Inner`", "`Middle`"], "threads.md:7: src/pagoda/base/lock_rank.h has Middle before Inner"),
+    (["`Outer`, `Outer`", "`Middle`", "`Inner`"], "threads.md:5: src/pagoda/base/lock_rank.h has Outer before Outer"),
+    (["`Inner`, `Outer`", "`Middle`"], "threads.md:5: src/pagoda/base/lock_rank.h has Outer before Inner"),
+])
+def test_a_table_of_locks_that_drifts_is_found(tmp_path: Path, table: list[str], word: str) -> None:
+    write(tmp_path, "src/pagoda/base/lock_rank.h", "enum class LockRank : std::uint8_t {\n  // a/\n"
+          "  Outer,\n  Middle,\n  // b/\n  Inner,\n  kCount\n};\n")
+    notes = tmp_path / "docs/notes/threads.md"
+    notes.parent.mkdir(parents=True)
+
+    def check(rows: list[str]) -> tuple[int, str]:
+        cells = "".join(f"| {row} | `what` | `Inner` |\n" for row in rows)
+        notes.write_text(f"| `fetch/N` | `Pager` |\n## Locks, outermost first\n| lock | guards |\n| --- | --- |\n"
+                         f"{cells}## A new lock\n| `Other` |\n")
+        return run("documents.py", tmp_path)
+
+    assert check(["`Outer`, `Middle` *slow*", "`Inner`"])[0] == 0
+    code, output = check(table)
+    assert code == 1
+    assert word in output
+
+
 @pytest.mark.parametrize("name", ["unit_io", "unit_io/Kinds/Io.Reads/uring  # GetParam() = uring"])
 def test_the_summary_says_how_a_test_died(tmp_path: Path, name: str) -> None:
     case = f'<testcase name="{name}" time="1.25" status="fail"><system-out>x</system-out></testcase>'

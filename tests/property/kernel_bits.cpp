@@ -45,6 +45,7 @@ struct Optimizer {
 
 std::vector<Walk> walks(const Optimizer& optimizer, ThreadPool& one, ThreadPool& three) {
   std::vector<Walk> out;
+#ifndef __SANITIZE_THREAD__  // one thread has no races: there, those with a pool only
   for (const Isa isa : kernels::supported_isas()) {
     const std::string name(kernels::isa_name(isa));
     out.push_back({name + ", whole", [&optimizer, isa](const Step& step, const OptimizerShard& s) {
@@ -60,6 +61,7 @@ std::vector<Walk> walks(const Optimizer& optimizer, ThreadPool& one, ThreadPool&
                      }
                    }});
   }
+#endif
   const Isa best = kernels::best_isa();
   for (ThreadPool* pool : {&one, &three}) {
     out.push_back({fmt::format("{} pool threads", pool->size()),

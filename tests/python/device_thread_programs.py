@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from types import ModuleType
@@ -197,6 +198,49 @@ def passes_of_another_thread() -> None:
     engine.close()
 
 
+def late_gradient_of_a_failed_pass() -> None:
+    """A pass has failed on the caller's thread, and a gradient of it comes on the accelerator's: the window
+    of early updates stays as it is after any failure."""
+    engine, model = make_engine(), make_model()
+    engine.attach(model)
+    for _ in range(2):
+        engine.backward(model[1](model[0](torch.ones(2, 4))).sum())
+        engine.step()
+    before = [layer.weight.detach().clone() for layer in model]
+    begun, failed = threading.Event(), threading.Event()
+
+    def runs_a_pass(_: torch.Tensor) -> None:
+        assert on_a_thread_of_its_own()
+        begun.set()
+        assert failed.wait(5)
+        time.sleep(0.2)
+        with torch.enable_grad():
+            model[0](torch.ones(2, 4)).to(DEVICE).sum().backward()
+
+    def fails(_: torch.Tensor) -> None:
+        assert begun.wait(5)
+        failed.set()
+        raise KeyError("mine")
+
+    there = torch.ones(2, 4, requires_grad=True).to(DEVICE) * 1
+    there.register_hook(runs_a_pass)
+    here = torch.ones(2, 4, requires_grad=True) * 1
+    here.register_hook(fails)
+    try:
+        engine.backward(there.cpu().sum() + here.sum())
+        raise AssertionError("the pass has not failed")
+    except KeyError:
+        pass
+    try:
+        engine.zero_grad()
+        raise AssertionError("zero_grad() was not refused")
+    except pagoda.UserError as error:
+        assert "may have started" in str(error)
+    engine.step()
+    assert [torch.equal(layer.weight, old) for layer, old in zip(model, before, strict=True)] == [False, True]
+    engine.close()
+
+
 def gradient_programs() -> dict[str, Callable[[], None]]:
     def program(loss_of: Loss, plain: bool) -> Callable[[], None]:
         return lambda: same_gradients(loss_of, plain)
@@ -208,7 +252,7 @@ def gradient_programs() -> dict[str, Callable[[], None]]:
 PROGRAMS: dict[str, Callable[[], None]] = {
     **gradient_programs(),
     **{one.__name__: one for one in (calls_of_a_hook, calls_of_another_thread,
-                                     passes_of_another_thread)},
+                                     passes_of_another_thread, late_gradient_of_a_failed_pass)},
 }
 
 

@@ -140,7 +140,7 @@ def folder_that_is_no_text() -> None:
             raise ValueError("it cannot be shown")
 
     def fail() -> None:
-        with engine._together("save_pretrained", "the number", 1):
+        with engine._calls.together("save_pretrained", "the number", 1):
             if RANK == 0:
                 raise Mute
 

@@ -9,6 +9,7 @@ import threading
 import time
 
 import torch
+from pagoda import engine as engine_module
 from rank_scenario import RANK, error_of, loss_of, make_engine, scenario, started, train, values
 
 LONG = 30.0
@@ -143,3 +144,16 @@ def interrupted_in_forward() -> None:
             loss_of(model)
     finally:
         os.kill(stopped, signal.SIGCONT)
+
+
+@scenario
+def interrupted_as_it_returns() -> None:
+    """The library has made the engine, and the package does not have it yet."""
+    if RANK == 0:
+        def interrupted(_: object) -> None:
+            raise KeyboardInterrupt
+
+        engine_module.watch = interrupted  # type: ignore[assignment]
+        make_engine()
+    else:
+        print("told", error_of(started))

@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "python"))
 import rank_differences
 import rank_endings
 import rank_interrupts
+import rank_joins
 import rank_sums
 import torch
 from rank_scenario import (
@@ -38,7 +39,7 @@ from rank_scenario import (
     values,
 )
 
-__all__ = ["SCENARIOS", "rank_differences", "rank_endings", "rank_interrupts"]
+__all__ = ["SCENARIOS", "rank_differences", "rank_endings", "rank_interrupts", "rank_joins"]
 
 DIRECTORY = Path()
 
@@ -392,6 +393,11 @@ def never_starts() -> None:
 
 def run(name: str, port: int, limit: float, results: Path) -> None:
     """In a process of its own; never returns there."""
+    drivers = torch.distributed.TCPStore("127.0.0.1", port)
+    drivers.add("drivers", 1)
+    while drivers.add("drivers", 0) < int(os.environ["WORLD_SIZE"]):  # nobody's limit begins before
+        time.sleep(0.01)
+    del drivers
     began = time.monotonic()
     child = os.fork()
     if child == 0:

@@ -4,27 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
+from failing import failing
 from torch.utils.checkpoint import checkpoint
 
 import pagoda
 
 MICRO_BATCHES = 3
-
-
-class Failing(torch.autograd.Function):
-    """The identity, whose backward raises."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        raise ValueError("in backward")
 
 
 def micro_batch(model: torch.nn.Module, rank: int, number: int, fails_at: int | None,
@@ -37,11 +25,11 @@ def micro_batch(model: torch.nn.Module, rank: int, number: int, fails_at: int | 
     random = torch.Generator().manual_seed(10 * number + rank)
     x = torch.randn(4, layers[0].weight.shape[1], generator=random)  # type: ignore[index]
     for at, layer in enumerate(layers):
-        x = Failing.apply(x) if at == fails_at else x
+        x = failing(x, ValueError) if at == fails_at else x
         last = at == len(layers) - 1
         x = checkpoint(layer, x, use_reentrant=True) if checkpointed and last else layer(x)
     try:
-        backward((Failing.apply(x) if fails_at == len(layers) else x).square().mean())
+        backward((failing(x, ValueError) if fails_at == len(layers) else x).square().mean())
     except ValueError:
         assert fails_at is not None
 

@@ -207,29 +207,6 @@ def test_memory_is_less_by_what_was_saved(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-LEFT_ALIVE = """
-import torch, pagoda
-for _ in range(2):
-    engine = pagoda.Engine(device="cpu", device_budget="8MiB", host_budget="256MiB")
-    with engine.build():
-        model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(20)))
-    engine.attach(model)
-    with engine.activations("host"):
-        loss = model(torch.ones(128, 512)).square().mean()
-    engine.close()
-print("the end")
-"""
-
-
-def test_a_graph_may_outlive_its_engine_and_the_interpreter() -> None:
-    package = str(Path(__file__).parents[2] / "python")
-    for _ in range(2):
-        result = subprocess.run([sys.executable, "-c", LEFT_ALIVE], check=False, text=True,
-                                capture_output=True, timeout=60,
-                                env={**os.environ, "PYTHONPATH": package})
-        assert (result.returncode, result.stdout) == (0, "the end\n"), result.stderr
-
-
 def test_states_leave_what_was_reserved(tmp_path: Path) -> None:
     """Without a reserve a model's states fill the host, and activations would go to disk."""
     where = []

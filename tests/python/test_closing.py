@@ -4,10 +4,9 @@
 from __future__ import annotations
 
 import gc
-import os
-import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ import torch
 from processes import run_scenarios, shown
 
 import pagoda
+from pagoda.errors import translated
 
 WIDTH = 32
 
@@ -64,6 +64,272 @@ def test_a_thread_that_reads_goes_on_when_the_engine_ends(end: str) -> None:
         reader.join()
         assert not errors, errors[0]
         assert out.isfinite().all()
+
+
+def beside(engine: pagoda.Engine, model: torch.nn.Sequential, call: str) -> Iterator[None]:
+    """Makes the call again and again; yields after each time."""
+    while True:
+        if call in ("step", "plain"):
+            loss = model(torch.ones(4, WIDTH)).square().mean()
+            loss.backward() if call == "plain" else engine.backward(loss)
+            engine.step()
+        elif call == "backward":
+            engine.backward(model(torch.ones(4, WIDTH)).square().mean())
+        elif call == "grad":
+            engine.grad(next(model.parameters()))
+        elif call == "pin":
+            engine.pin(model[0]).release()
+        elif call == "activations":
+            with engine.activations("host", least=0):
+                loss = model(torch.ones(4, WIDTH)).square().mean()
+            engine.backward(loss)
+        else:
+            getattr(engine, call)()
+        yield
+
+
+@pytest.mark.parametrize("call", ["backward", "step", "plain", "stats", "finish", "grad", "pin",
+                                  "activations"])
+def test_close_beside_a_call_of_another_thread(call: str) -> None:
+    """A library that took the engine from under the call would end the process."""
+    for attempt in range(12):
+        engine = make_engine(early_updates=call in ("step", "plain"))
+        model = make_model()
+        engine.attach(model, lr=0.01)
+        train(engine, model, 1)
+        calls: list[None] = []
+        errors: list[Exception] = []
+
+        def run(engine: pagoda.Engine = engine, model: torch.nn.Sequential = model,
+                calls: list[None] = calls, errors: list[Exception] = errors) -> None:
+            try:
+                calls.extend(beside(engine, model, call))
+            except Exception as error:
+                errors.append(error)
+
+        with no_warning():
+            thread = threading.Thread(target=run)
+            thread.start()
+            time.sleep(0.003 + 0.002 * attempt)
+            engine.close()
+            thread.join(60)
+        assert not thread.is_alive()
+        assert len(errors) == 1 and "engine has been closed" in str(errors[0]), errors
+        assert isinstance(errors[0], RuntimeError if call == "plain" else pagoda.UserError), errors
+        if call in ("step", "plain"):
+            assert_plain(model, after(len(calls)))
+        with pytest.raises(pagoda.UserError, match="engine has been closed"):
+            engine.stats()
+
+
+def after(steps: int) -> list[torch.Tensor]:
+    """What beside() makes of the model with so many steps."""
+    with make_engine() as engine:
+        model = make_model()
+        engine.attach(model, lr=0.01)
+        train(engine, model, 1)
+        for _ in range(steps):
+            engine.backward(model(torch.ones(4, WIDTH)).square().mean())
+            engine.step()
+    return values(model)
+
+
+def test_close_does_not_wait_for_a_call_that_is_stuck() -> None:
+    engine, model = make_engine(timeout=0.5), make_model()
+    engine.attach(model, lr=0.01)
+    inside, go_on = threading.Event(), threading.Event()
+
+    def wait(_: torch.Tensor) -> None:
+        inside.set()
+        go_on.wait(60)
+
+    errors = []
+
+    def run() -> None:
+        out = model(torch.ones(1, WIDTH))
+        out.register_hook(wait)
+        try:
+            engine.backward(out.sum())
+        except pagoda.Error as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert inside.wait(60)
+    with pytest.warns(RuntimeWarning, match=r"another thread is still in backward\(\)"):
+        engine.close()
+    go_on.set()
+    thread.join(60)
+    assert len(errors) == 1, errors
+
+
+@pytest.mark.parametrize("how", ["engine", "plain"])
+def test_close_inside_a_backward_is_refused(how: str) -> None:
+    with make_engine() as engine:
+        model = make_model()
+        engine.attach(model, lr=0.01)
+        told = []
+
+        def close(_: torch.Tensor) -> None:
+            try:
+                engine.close()
+            except pagoda.UserError as error:
+                told.append(str(error))
+
+        out = model(torch.ones(1, WIDTH))
+        hook = next(model.parameters()).register_hook(close)  # gradients of others have come by then
+        out.sum().backward() if how == "plain" else engine.backward(out.sum())
+        hook.remove()
+        engine.step()
+        assert len(told) == 1 and "close() was called inside" in told[0], told
+        train(engine, model, 1)
+
+
+class InterruptedAfter:
+    """A library whose call `name` is the last thing before a Ctrl-C."""
+
+    def __init__(self, handle: Any, name: str) -> None:
+        self.handle, self.name = handle, name
+
+    def __getattr__(self, name: str) -> Any:
+        def run(*arguments: Any) -> Any:
+            result = getattr(self.handle, name)(*arguments)
+            if name == self.name:
+                raise KeyboardInterrupt
+            return result
+
+        return run
+
+
+@pytest.mark.parametrize("call", ["begin_call", "end_call"])
+def test_ctrl_c_as_a_call_begins_or_ends_leaves_none_open(call: str, tmp_path: Path,
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python raises it once the library's call has returned."""
+    model = make_model()
+    with make_engine() as engine:
+        engine.attach(model)
+        train(engine, model, 1)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(engine._calls, "_handle", InterruptedAfter(engine._handle, call))
+            engine.save_pretrained(tmp_path)
+        train(engine, model, 1)
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_ctrl_c_as_attach_or_release_returns_leaves_both_of_one_mind(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model()
+    with make_engine() as engine:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(engine, "_handle", InterruptedAfter(engine._handle, "attach"))
+            engine.attach(model, lr=0.01)
+        train(engine, model)  # it is attached
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(engine, "_handle", InterruptedAfter(engine._handle, "release"))
+            engine.release(model)
+        assert_plain(model, trained())
+        model.zero_grad()
+        engine.attach(model)  # and is no more
+        train(engine, model, 1)
+
+
+def test_ctrl_c_before_the_library_is_called_leaves_nothing_attached(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    model = make_model()
+    with make_engine() as engine:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr("pagoda.engine.UntrainedWatch", interrupted)
+            engine.attach(model, lr=0.01)
+        engine.attach(model, lr=0.01)
+        train(engine, model)
+    assert_plain(model, trained())
+
+
+def test_a_second_close_does_what_ctrl_c_kept_the_first_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, model = make_engine(), make_model()
+    optimizer = engine.attach(model, lr=0.01)
+    train(engine, model)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(engine._ending, "_handle", InterruptedAfter(engine._handle, "close"))
+        engine.close()
+    assert not engine.is_open
+    with pytest.raises(pagoda.UserError, match="closed"):
+        engine.stats()
+    engine.close()
+    assert_plain(model, trained())
+    with pytest.raises(pagoda.UserError, match="engine has been closed"):
+        optimizer.step()
+
+
+def test_models_are_made_after_a_build_that_ctrl_c_has_cut_short() -> None:
+    """Of its end nothing has run."""
+    engine = make_engine()
+    scope = engine.build()
+    scope.__enter__()
+    engine.close()
+    assert_plain(make_model(), values(make_model()))
+    with make_engine() as other, other.build():
+        model = make_model()
+    assert_plain(model, values(make_model()))
+
+
+@pytest.mark.parametrize("name", ["begin_build", "end_build"])
+def test_ctrl_c_as_a_build_begins_or_ends_restores_what_it_had_changed(
+        name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(engine, "_handle", InterruptedAfter(engine._handle, name))
+        with engine.build():
+            pass
+    assert torch.backends.cudnn.enabled
+    assert pagoda.birth._scopes == []
+    engine.close()
+
+
+def interrupted_build(engine: pagoda.Engine, at: int) -> bool:
+    """Whether Ctrl-C came: at that Python call, or return of a call, of a build."""
+    seen = 0
+
+    def interrupt(_frame: Any, event: str, _argument: Any) -> None:
+        nonlocal seen
+        if event in ("call", "c_return"):
+            seen += 1
+            if seen == at:
+                raise KeyboardInterrupt
+
+    try:
+        sys.setprofile(interrupt)
+        with engine.build():
+            pass
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.setprofile(None)
+    return False
+
+
+def test_ctrl_c_anywhere_in_a_build_restores_what_it_had_changed() -> None:
+    engine = make_engine()
+    at = 1
+    while interrupted_build(engine, at):
+        assert torch.backends.cudnn.enabled, at
+        assert pagoda.birth._scopes == [], at
+        at += 1
+    assert at > 20
+    with engine.build():
+        model = make_model()
+    engine.close()
+    assert_plain(model, values(make_model()))
+
+
+def test_ctrl_c_while_torch_converts_arguments_is_one() -> None:
+    """Torch makes a RuntimeError of what its conversions meet."""
+    with pytest.raises(KeyboardInterrupt), translated():
+        raise RuntimeError("pagoda::attach() Expected a value of type 'List[str]'\n"
+                           "Python error details: KeyboardInterrupt: ")
 
 
 def train(engine: pagoda.Engine, model: torch.nn.Module, steps: int = 3) -> None:
@@ -218,20 +484,6 @@ def test_a_failed_engine_says_what_went_with_it() -> None:
     assert "release(" not in text and "save_pretrained(" not in text, text
 
 
-def test_the_end_of_the_interpreter_is_silent() -> None:
-    script = ("import sys, torch, pagoda\n"
-              "engine = pagoda.Engine(device='cpu', device_budget='1MiB')\n"
-              "model = torch.nn.Linear(8, 8)\n"
-              "engine.attach(model)\n"
-              "engine.backward(model(torch.ones(1, 8)).sum())\n"
-              "engine.step()\n")
-    done = subprocess.run([sys.executable, "-W", "error", "-c", script], capture_output=True,
-                          text=True, timeout=120, check=False,
-                          env={**os.environ,
-                               "PYTHONPATH": str(Path(__file__).parents[2] / "python")})
-    assert (done.returncode, done.stderr) == (0, ""), done.stderr
-
-
 @pytest.mark.parametrize("how", ["0", "2", "3", "later", "after_a_pause"])
 def test_ranks_give_the_weights_back_together(how: str, tmp_path: Path) -> None:
     name = f"close_gives_back_{how}"
@@ -241,8 +493,41 @@ def test_ranks_give_the_weights_back_together(how: str, tmp_path: Path) -> None:
     assert "Warning" not in ended[0].output, shown(ended)
 
 
+class TakenMeanwhile(list[Any]):
+    """Another thread empties it once it has been found to have something."""
+
+    def __bool__(self) -> bool:
+        found = len(self) > 0
+        self.clear()
+        return found
+
+
+def test_two_threads_may_undo_what_a_release_undoes() -> None:
+    engine, undone = make_engine(), []
+    engine.attach(make_model())
+    engine._ending.on_release = TakenMeanwhile([lambda: undone.append(1)])
+    engine.close()
+    assert undone == [1]
+    assert not engine._ending.on_release
+
+
 def test_no_wait_for_a_stopped_rank_outlives_the_timeout(tmp_path: Path) -> None:
     name = "holder_of_the_store_is_stopped"
     ended = run_scenarios([name], tmp_path, limit=30)[name]
     assert [one.code for one in ended] == [-9, 0], shown(ended)  # rank 1 has killed rank 0
     assert "rank 0" in ended[1].output and " 4 s" in ended[1].output, shown(ended)
+
+
+def test_a_pin_is_used_twice_and_outlives_its_engine() -> None:
+    engine = make_engine()
+    model = make_model()
+    engine.attach(model)
+    pin = engine.pin(model)
+    with pin, pin:
+        model[0].weight.detach().numpy()
+    pin.release()
+    pin = engine.pin([model[0].weight, model[0].weight])
+    engine.close()
+    array = model[0].weight.detach().numpy().copy()
+    pin.release()
+    assert (model[0].weight.detach().numpy() == array).all()

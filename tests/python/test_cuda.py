@@ -21,6 +21,7 @@ import saved_trial
 import thawing
 import torch
 import zoo
+from unusual_operators import WITH_KERNELS, Use, assert_used_as_plain
 
 import pagoda
 
@@ -41,6 +42,12 @@ def deterministic() -> Any:
 @pytest.fixture(autouse=True)
 def batches_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zoo, "_random", lambda step: torch.Generator("cuda").manual_seed(step))
+
+
+@pytest.mark.parametrize("use", WITH_KERNELS.values(), ids=WITH_KERNELS.keys())
+def test_a_composite_operator_with_a_kernel_of_its_own_finds_its_parameters(use: Use) -> None:
+    """There rms_norm has one."""
+    assert_used_as_plain(use, "cuda")
 
 
 @pytest.mark.parametrize("place", ["", "host", "nvme"])
@@ -205,13 +212,47 @@ def test_activations_and_cuda_graphs() -> None:
     graph.replay()
     assert torch.equal(expected, got)
     around: Any = engine.activations("host")
-    with around:
+    stream = torch.cuda.Stream()  # backward runs on the stream of its forward
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream), around:
         loss = forward()
     around.handle.flush()
     with pytest.raises(RuntimeError, match="cannot capture a backward whose activations"), \
-            torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+            torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream,
+                             capture_error_mode="thread_local"):
         torch.autograd.grad(loss, x)
     torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("clip", [None, 0.01])
+@pytest.mark.parametrize("pinned", [True, False], ids=["pinned", "on_the_device"])
+def test_a_cuda_graph_sees_every_step(pinned: bool, clip: float | None) -> None:
+    """Its replays read parameters without an operator that could wait for their updates."""
+    engine = pagoda.Engine(device="cuda", device_budget="64MiB", host_budget="1GiB",
+                           parameters="host" if pinned else "device")
+    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(6)))
+    engine.attach(model, lr=0.1, clip=clip)
+    x = torch.randn(64, 512)
+
+    def sums() -> torch.Tensor:
+        with torch.no_grad():
+            return torch.stack([p.sum() for p in model.parameters()])
+
+    def train() -> None:
+        engine.backward(model(x).square().sum())
+        engine.step()
+
+    train()
+    with engine.pin(model) if pinned else nullcontext():
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            captured = sums()
+        for _ in range(4):
+            train()
+            graph.replay()
+            seen = captured.clone()
+            assert torch.equal(seen, sums())
+    engine.close()
 
 
 class Twice(torch.autograd.Function):
@@ -294,7 +335,8 @@ def test_gradients_of_one_page_on_several_streams() -> None:
 
 def test_a_captured_backward_is_refused() -> None:
     """And the engine goes on afterwards."""
-    engine = pagoda.Engine(device="cuda", device_budget="64MiB", host_budget="1GiB", parameters="device")
+    engine = pagoda.Engine(device="cuda", device_budget="64MiB", host_budget="1GiB", parameters="device",
+                           early_updates=False)
     layer = torch.nn.Linear(64, 64)
     engine.attach(layer)
     x = torch.randn(8, 64)
@@ -321,7 +363,7 @@ def test_large_activations_through_files(tmp_path: Path) -> None:
     gradients = []
     for around in (nullcontext(), engine.activations("nvme")):
         with around:
-            y = x.sin().exp().sin()
+            y = x.sin().cos().sin()  # x, which stays, and two of which nobody else knows
         y.sum().backward()
         gradients.append(x.grad)
         x.grad = None

@@ -221,6 +221,17 @@ def test_an_optimizer_that_nobody_named_is_in_the_warning(tmp_path: Path) -> Non
     assert optimizer.param_groups[0]["lr"] == 0.25  # Trainer's arguments name one
 
 
+@pytest.mark.parametrize(("params", "decay"), [
+    ({"lr": 0.1}, 0.0), ({"lr": 0.1, "weight_decay": 0.3}, 0.3), ({"lr": 0.1, "torch_adam": True}, 0.01)])
+def test_weight_decay_is_what_the_named_optimizer_has(params: dict[str, Any], decay: float) -> None:
+    """That of DeepSpeed's own AdamW is 0 where nobody says another; torch's is 0.01."""
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW", "params": params}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _, optimizer, *_ = pagoda.initialize(model=stack(), config=config, **SMALL)
+    assert optimizer.param_groups[0]["weight_decay"] == decay
+
+
 @pytest.mark.parametrize("amp", [{"enabled": False}, {"enabled": False, "opt_level": "O1"}, {},
                                  {"enabled": "auto", "opt_level": "auto"}])
 def test_apex_is_accepted_where_it_is_off(amp: dict[str, Any]) -> None:
@@ -407,6 +418,8 @@ def test_the_familiar_engine_has_what_scripts_ask_for(tmp_path: Path) -> None:
     assert (engine.global_rank, engine.local_rank, engine.world_size) == (0, 0, 1)
     assert (engine.zero_optimization_stage(), engine.zero_optimization()) == (2, True)
     assert (engine.fp16_enabled(), engine.bfloat16_enabled()) == (False, True)
+    assert repr(engine) == ("DeepSpeedEngine(Sequential, 4 per micro-batch, accumulation=1, Engine(device='cpu', "
+                            "device_budget=72 KiB, rank 0 of 1, 12 parameters))")
     assert (engine.get_loss_scale(), engine.gradient_clipping(), engine.config) == (1.0, 1.0, config)
     with engine.no_sync():
         loss = engine(batch(0).bfloat16()).float().sum()
@@ -416,6 +429,7 @@ def test_the_familiar_engine_has_what_scripts_ask_for(tmp_path: Path) -> None:
     engine.save_pretrained(tmp_path, max_shard_size="1MB")
     assert (tmp_path / "model.safetensors").exists()
     engine.destroy()
+    assert repr(engine) == "DeepSpeedEngine(Sequential, 4 per micro-batch, accumulation=1, Engine(closed))"
     with pytest.raises(pagoda.UserError, match="closed"):
         engine.step()
 

@@ -15,6 +15,7 @@ from typing import Any
 import parity
 import pytest
 import torch
+from failing import failing
 from small_stack import WIDTH, engine, loss_of, stack, steps
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from zoo import ZOO, tokens
@@ -74,29 +75,19 @@ def test_a_plan_that_cannot_fit_fails_before_the_first_step(tmp_path: Path) -> N
         paged.attach(stack())
 
 
-class Failing(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        raise KeyError("mine")
-
-
 def test_a_python_exception_in_backward_is_the_users_own() -> None:
     paged = engine()
     model = stack()
     paged.attach(model)
     with pytest.raises(KeyError, match="mine"):
-        paged.backward(Failing.apply(model(torch.ones(1, WIDTH))).sum())
+        paged.backward(failing(model(torch.ones(1, WIDTH)), KeyError).sum())
     paged.zero_grad()
     steps(paged, model, 2)
 
 
 def test_no_step_is_half_made_after_a_backward_that_failed() -> None:
     def half(model: torch.nn.Sequential) -> torch.Tensor:
-        return model[3:](Failing.apply(model[:3](torch.ones(1, WIDTH)))).sum()
+        return model[3:](failing(model[:3](torch.ones(1, WIDTH)), KeyError)).sum()
 
     paged = engine()
     model = stack()

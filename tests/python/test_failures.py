@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from failing import failing
 from safetensors.torch import load_file
 from torch.utils.checkpoint import checkpoint
 
@@ -40,7 +41,7 @@ class Net(torch.nn.Module):
             layer = self.layers[number]
             x = checkpoint(layer, x, use_reentrant=True) if self.reentrant else layer(x)
             if self.failing and number == 3:
-                x = Failing.apply(x)
+                x = failing(x, Mine)
                 self.failing = False  # after its first use: backward meets it second
         return x
 
@@ -73,18 +74,6 @@ def plain_micro_batch(engine: pagoda.Engine, model: torch.nn.Module, step: int) 
 
 class Mine(Exception):
     """What the user's own code throws."""
-
-
-class Failing(torch.autograd.Function):
-    """Throws in backward, and in no other way."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradient: torch.Tensor) -> Any:
-        raise Mine
 
 
 def failing_loss(model: Net, step: int = 0) -> torch.Tensor:
@@ -450,6 +439,72 @@ def test_a_step_after_a_failed_pass_takes_what_has_come(reentrant: bool) -> None
             else:
                 micro_batch(engine, model, step)
             engine.step()
+        engine.release(model)
+        engine.close()
+        runs.append([parameter.detach().clone() for parameter in model.parameters()])
+    assert all(map(torch.equal, *runs))
+
+
+# Passes that fail before a gradient came: nothing has begun, so the step may still be changed.
+
+
+def a_graph_without_its_buffers(engine: pagoda.Engine, model: Net) -> None:
+    loss = loss_of(model)
+    torch.autograd.grad(loss, list(model.parameters()))
+    engine.backward(loss)
+
+
+def a_hook_of_the_output(engine: pagoda.Engine, model: Net) -> None:
+    def hook(gradient: torch.Tensor) -> None:
+        raise Mine
+
+    out = model(torch.ones(2, WIDTH))
+    out.register_hook(hook)
+    engine.backward(out.sum())
+
+
+def a_scaled_loss(engine: pagoda.Engine, model: Net) -> None:
+    engine.backward(torch.amp.GradScaler("cpu").scale(loss_of(model)))
+
+
+WITHOUT_A_GRADIENT: dict[Mistake, tuple[type[BaseException], str | None]] = {
+    a_graph_without_its_buffers: (RuntimeError, "second time"),
+    a_hook_of_the_output: (Mine, None),
+    a_scaled_loss: (pagoda.UserError, "GradScaler"),
+}
+
+
+@pytest.mark.parametrize("changes", [False, True])
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("mistake", WITHOUT_A_GRADIENT)
+def test_a_pass_without_a_gradient_is_as_if_it_had_not_been(mistake: Mistake, accumulation: int,
+                                                            changes: bool) -> None:
+    """In the first step, which would learn a habit, and in later ones."""
+    error, match = WITHOUT_A_GRADIENT[mistake]
+    runs = []
+    for wrong in (False, True):
+        engine, model = make_engine(accumulation=accumulation), net()
+        engine.attach(model, lr=1e-2)
+
+        def fails(wrong: bool = wrong, engine: pagoda.Engine = engine, model: Net = model) -> None:
+            for _ in range(2 if wrong else 0):
+                with pytest.raises(error, match=match):
+                    mistake(engine, model)
+
+        for step in range(4):
+            for number in range(accumulation - 1):  # these stay
+                micro_batch(engine, model, 10 * step + number)
+            fails()
+            if changes and step > 1:
+                for group in engine.optimizer.param_groups:
+                    group["lr"] /= 2
+                engine.zero_grad()
+                for number in range(accumulation - 1):
+                    micro_batch(engine, model, 10 * step + 5 + number)
+                fails()
+            micro_batch(engine, model, 10 * step + 9)
+            engine.step()
+        assert engine.stats()["updates"]["early"] > 0
         engine.release(model)
         engine.close()
         runs.append([parameter.detach().clone() for parameter in model.parameters()])

@@ -28,6 +28,40 @@ def test_no_gradient_yet_reads_as_zeros(placement: str, tmp_path: Path) -> None:
     trains(paged, model)
 
 
+def test_the_gradient_of_a_parameter_with_another_storage_is_its_own() -> None:
+    """No operator has used the new storage yet."""
+    paged, model = engine(early_updates=False), net()
+    paged.attach(model)
+    weight = model[0].weight
+    paged.backward(model[0](torch.ones(1, WIDTH)).sum())
+    expected, own = paged.grad(weight), weight.data
+    assert expected.any()
+    weight.data = torch.zeros_like(own)
+    assert torch.equal(paged.grad(weight), expected)
+    weight.sum()
+    assert torch.equal(paged.grad(weight), expected)
+    weight.data = own
+    assert torch.equal(paged.grad(weight), expected)
+    paged.close()
+
+
+@pytest.mark.parametrize("given", [
+    lambda own: own.t().contiguous().t(), lambda own: own[1:].clone(), lambda own: own.double()],
+    ids=["layout", "size", "type"])
+def test_the_gradient_of_a_parameter_whose_new_storage_does_not_fit_is_refused(
+        given: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    paged, model = engine(early_updates=False), net()
+    paged.attach(model)
+    weight = model[0].weight
+    paged.backward(model[0](torch.ones(1, WIDTH)).sum())
+    expected, own = paged.grad(weight), weight.data
+    weight.data = given(own)
+    raises(lambda: paged.grad(weight), "'0.weight' was given (another memory layout|a storage of another size)")
+    weight.data = own
+    assert torch.equal(paged.grad(weight), expected)
+    paged.close()
+
+
 # Gradients that a script sets.
 
 
@@ -123,6 +157,48 @@ def test_a_gradient_of_a_closure_or_a_hook_is_the_steps() -> None:
     paged.step()
     for mine, other in zip(parity.values(model).values(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine, other.detach())
+
+
+@pytest.mark.parametrize("plainly", [False, True])
+@pytest.mark.parametrize("dropped", [False, True])
+def test_a_hook_of_before_attach_that_fails_leaves_what_torch_leaves(plainly: bool, dropped: bool) -> None:
+    """It is called when torch has added to p.grad, and before the engine's."""
+    def failing_once(model: torch.nn.Sequential) -> torch.nn.Sequential:
+        calls: list[int] = []
+
+        def hook(_: torch.Tensor) -> None:
+            calls.append(1)
+            if len(calls) == 1:
+                raise RuntimeError("a hook fails")
+
+        model[1].weight.register_post_accumulate_grad_hook(hook)
+        return model
+
+    plain, model = failing_once(net()), failing_once(net())
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+    paged = engine(accumulation=2)
+    paged.attach(model, optimizer="sgd", lr=0.1)
+
+    def ours(step: int) -> None:
+        if plainly:
+            loss_of(model, step).backward()
+        else:
+            paged.backward(loss_of(model, step), last=False)
+
+    for backward in (lambda step: loss_of(plain, step).backward(), ours):
+        with pytest.raises(RuntimeError, match="a hook fails"):
+            backward(0)
+    if dropped:
+        theirs.zero_grad()
+        paged.zero_grad()
+    for step in (1, 2):
+        loss_of(plain, step).backward()
+        ours(step)
+        theirs.step()
+        theirs.zero_grad()
+        paged.step()
+        for mine, other in zip(parity.values(model).values(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine, other.detach())
 
 
 @pytest.mark.parametrize("plainly", [False, True])
@@ -329,6 +405,27 @@ def test_a_gradient_set_after_the_last_backward_never_spoils_a_step() -> None:
             model[2].bias.grad = None
             paged.step()
     assert paged.stats()["steps"] == 4
+
+
+def test_a_gradient_set_beside_that_of_backward_goes_and_the_step_completes() -> None:
+    """Once updates have started zero_grad() raises: the error says what works then, too."""
+    finals = []
+    for sets in (False, True):
+        paged, model = engine(), net()
+        paged.attach(model, optimizer="sgd", lr=0.1)
+        for step in range(3):
+            paged.backward(loss_of(model, step))
+            if sets:
+                model[1].weight.grad = torch.ones(WIDTH, WIDTH)
+                raises(paged.step, r"p\.grad of '1\.weight' was set.*set p\.grad to None and call step\(\)")
+                if step > 0:
+                    raises(paged.zero_grad, "updates may have started")
+                model[1].weight.grad = None
+            paged.step()
+        finals.append(parity.values(model))
+        paged.close()
+    for name, value in finals[0].items():
+        assert torch.equal(value, finals[1][name])
 
 
 # Accumulation.

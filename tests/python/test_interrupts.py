@@ -34,6 +34,12 @@ def test_a_wait_for_ranks_to_connect_ends(results: Results) -> None:
         shown(ended)
 
 
+def test_the_other_rank_hears_of_one_that_comes_as_the_engine_is_made(results: Results) -> None:
+    ended = results["interrupted_as_it_returns"]
+    assert ended[0].code == -2, shown(ended)
+    assert "rank 0 failed: it was interrupted while its engine was made" in ended[1].output, shown(ended)
+
+
 @pytest.mark.parametrize(("name", "line"), [
     ("interrupt_caught_in_step", "interrupted"), ("interrupted_with_another_handler", "asked [2]")])
 def test_a_call_that_ends_by_itself_leaves_the_engine_as_it_was(name: str, line: str,

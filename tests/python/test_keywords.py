@@ -114,7 +114,7 @@ def test_help_shows_the_keywords() -> None:
     paged, model = engine(), net()
     assert "rank 0 of 1, no model attached" in repr(paged)
     paged.attach(model)
-    assert repr(paged) == ("Engine(device='cpu', device_budget=0.00 GiB, rank 0 of 1, 6 parameters)")
+    assert repr(paged) == ("Engine(device='cpu', device_budget=64 KiB, rank 0 of 1, 6 parameters)")
     paged.close()
     assert repr(paged) == "Engine(closed)"
 

@@ -354,21 +354,6 @@ def test_scopes_of_building_may_be_mixed_up() -> None:
     trains(other, second)
 
 
-def test_a_pin_outlives_its_engine_and_is_used_twice() -> None:
-    paged, model = engine(), net()
-    paged.attach(model)
-    pin = paged.pin(model)
-    with pin, pin:
-        array = model[0].weight.detach().numpy()
-    pin.release()
-    pin = paged.pin([model[0].weight, model[0].weight])
-    paged.close()
-    array = model[0].weight.detach().numpy().copy()
-    assert array.shape == (WIDTH, WIDTH)
-    pin.release()
-    assert (model[0].weight.detach().numpy() == array).all()
-
-
 def test_release_gives_back_what_the_model_has_replaced() -> None:
     paged, model = engine(), net()
     paged.attach(model)

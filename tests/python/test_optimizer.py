@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import parity
+import pytest
 import torch
 from small_stack import engine, loss_of, stack, steps
 
@@ -78,6 +79,22 @@ def test_groups_are_trained_each_in_its_way() -> None:
     changed = [name for name, value in parity.values(model).items()
                if not torch.equal(value, before[name])]
     assert changed == ["1.weight"]
+
+
+@pytest.mark.parametrize("constant", [("momentum", 0.9), ("amsgrad", True), ("nesterov", True)])
+def test_a_constant_that_the_optimizer_has_not_is_refused(constant: tuple[str, Any]) -> None:
+    """Written to its group, as torch.optim reads it there: it would change nothing."""
+    name, value = constant
+    paged = engine()
+    model = stack()
+    optimizer = paged.attach(model)
+    with pytest.raises(pagoda.UserError, match=f"optimizer 'adamw' has no '{name}'"):
+        optimizer.param_groups[0][name] = value
+    with pytest.raises(pagoda.UserError, match=f"optimizer 'adamw' has no '{name}'"):
+        optimizer.param_groups[0].update({name: value})
+    optimizer.param_groups[0]["amsgrad"] = False  # says what is so
+    optimizer.param_groups[0]["my_name"] = "decoder"
+    steps(paged, model, 2)
 
 
 def test_lion_and_adam_are_trained() -> None:

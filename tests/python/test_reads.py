@@ -15,6 +15,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import pagoda
+from pagoda.library import optimizer_constants
 
 WIDTH = 64
 LAYERS = 6
@@ -246,6 +247,35 @@ def test_a_raw_read_of_what_can_move_is_refused_wherever_it_is(how: str) -> None
     train(TIGHT, torch.float32, steps=2, after_step=look)
 
 
+# What of these gives values.
+VALUES: dict[str, Callable[[Any], Any]] = {
+    **{how: np.asarray for how in ("numpy", "force", "cpu().numpy", "asarray", "dlpack")},
+    "safetensors": lambda data: safetensors.torch.load(data)["p"].numpy(),
+}
+
+
+@pytest.mark.parametrize("how", VALUES)
+def test_a_raw_read_of_what_stays_is_exact_or_refused(how: str) -> None:
+    refused = []
+
+    def look(engine: pagoda.Engine, model: torch.nn.Sequential, step: int) -> None:
+        for pending in (True, False):
+            read: dict[str, Any] = {}
+            for name, parameter in model.named_parameters():
+                try:
+                    read[name] = VALUES[how](RAW[how](parameter)).copy()
+                except RuntimeError as error:
+                    assert pending and "pending update" in str(error) and f"'{name}'" in str(error)
+                    refused.append(name)
+            for name, parameter in model.named_parameters():
+                if name in read:
+                    assert np.array_equal(read[name], parameter.detach().clone().numpy())
+            engine.finish()
+
+    train(ROOMY, torch.float32, steps=3, clip=0.05, after_step=look)
+    assert refused or how == "dlpack"  # which announces an operator first
+
+
 @pytest.mark.parametrize("options", [TIGHT, ROOMY], ids=["tight", "roomy"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 class TestCopies:
@@ -409,3 +439,20 @@ def test_a_recomputation_may_write_to_its_weight(reentrant: bool, ahead: bool,
         engine.close()
         runs.append([p.detach().clone() for p in both.parameters()])
     assert same(*runs)
+
+
+def test_a_view_of_a_page_of_which_a_parameter_has_died_sees_the_step() -> None:
+    """As a model in C++ may lose one: the engine of Python keeps what is attached."""
+    size = 1 << 22  # an update takes longer than step()
+    both = [torch.nn.Parameter(half) for half in torch.ones(2 * size).split(size)]
+    engine = pagoda.Engine(device="cpu", device_budget="256MiB", early_updates=False)
+    engine._handle.attach(["first", "second"], both, [0, 0], ["adamw"],
+                          [{**optimizer_constants("adamw"), "lr": 0.1}], [], [], 0, "")
+    del both[1]
+    view = both[0].detach().numpy()
+    for step in range(5):
+        engine._handle.backward(both[0].sum() * 1, None, False)
+        engine._handle.step()
+        seen = view[-1].item()
+        engine.finish()
+        assert seen == view[-1].item(), step

@@ -47,6 +47,10 @@ def test_training_from_disk_takes_what_the_engine_says(tmp_path: Path) -> None:
     assert out["trained"] <= out["account"] + BESIDE
     assert out["trained"] <= out["early"] + 8 * MIB, "it grows"
     assert out["saved"] <= out["account"] + BESIDE
+    beside = out["unbudgeted"]
+    assert 0 < beside["free_blocks"] <= BESIDE
+    assert 0 < beside["free_heap"]
+    assert beside["group_buffers"] == 0, "there is no gradient_group"
 
 
 def test_so_does_every_rank(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import parity
 import pytest
 import torch
+from failing import failing
 from small_stack import LAYERS, WIDTH, engine, loss_of, stack
 from thawing import (
     FROZEN_ON_RANKS,
@@ -186,17 +187,8 @@ def test_in_the_middle_of_a_backward(plainly: bool) -> None:
 @pytest.mark.parametrize("plainly", [False, True])
 def test_after_a_pass_that_failed(plainly: bool) -> None:
     """Its end was never told: what is thawed next is thawed all the same."""
-    class Failing(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-            raise KeyError("mine")
-
-    def failing(m: torch.nn.Sequential) -> torch.Tensor:
-        return m[3:](Failing.apply(m[:3](torch.ones(1, WIDTH)))).sum()
+    def fails(m: torch.nn.Sequential) -> torch.Tensor:
+        return m[3:](failing(m[:3](torch.ones(1, WIDTH)), KeyError)).sum()
 
     plain, model = stack(), stack()
     freeze(plain, 1)
@@ -208,7 +200,7 @@ def test_after_a_pass_that_failed(plainly: bool) -> None:
     for each in (plain, model):
         backward = torch.Tensor.backward if plainly or each is plain else paged.backward
         with pytest.raises(KeyError, match="mine"):
-            backward(failing(each))
+            backward(fails(each))
         thaw(each, 1)
         backward(loss_of(each))
     optimizer.step()

@@ -114,3 +114,44 @@ def test_a_function_that_waits_for_room_lets_go_of_pythons_lock(grad: str) -> No
 def test_so_does_a_read_that_python_announces(how: str) -> None:
     """tolist() and a copy of a storage run operators with that lock held."""
     assert run(READERS, how) == []
+
+
+STORAGE_THAT_PYTHON_OWNS = """
+import gc, sys, threading, time, torch, pagoda
+engine = pagoda.Engine(device="cpu", device_budget="1MiB")
+with engine.build():
+    gone, large = (torch.nn.Linear(256, width, bias=False) for width in (256, 880))
+    pinned = torch.nn.Linear(8, 8, bias=False)
+@torch.jit.script
+def work(x, large, times: int):  # without Python's lock, for a while, and then in need of room
+    for i in range(times):
+        x = torch.cos(x)
+    return x.sum() + (large * 1).sum()
+for _ in range(3):
+    work(torch.ones(10), torch.ones(10), 3)
+storage = gone.weight.untyped_storage()
+gone.weight * 1
+del gone
+gc.collect()
+pin, x, weight = engine.pin(pinned), torch.ones(1000000), large.weight.detach()
+sys.setswitchinterval(3)
+thread = threading.Thread(target=work, args=(x, weight, 50))
+thread.start()
+time.sleep(0.01)
+until = time.monotonic() + 1.5
+while time.monotonic() < until:
+    pass
+del pin
+thread.join()
+print("the end")
+"""
+
+
+def test_a_pin_goes_while_a_storage_that_only_python_has_is_evicted(tmp_path: Path) -> None:
+    """Torch takes Python's lock to look at such a storage, under the pager's lock."""
+    script = tmp_path / "script.py"  # TorchScript reads it
+    script.write_text(STORAGE_THAT_PYTHON_OWNS)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60,
+                          check=False,
+                          env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "python")})
+    assert (done.returncode, done.stdout) == (0, "the end\n"), done.stderr

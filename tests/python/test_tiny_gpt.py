@@ -90,3 +90,13 @@ def test_an_interrupt_ends_training_and_gives_the_cursor_back(build: Path, text:
     os.close(ours)
     assert seen.endswith(b"\x1b[?25h"), seen[-200:]
     assert b"\x1b[?25l" in seen
+
+
+def test_the_demo_sets_up_and_trains(build: Path, text: Path, tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    assert build.samefile(root / "build"), "demo.sh builds there"
+    flags = ["--steps", "1", "--text", str(text), "--dir", str(tmp_path), *SMALL]
+    result = subprocess.run([root / "demo.sh", *flags], check=False, text=True,
+                            capture_output=True, timeout=300, env=ONE_THREAD)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "== building tiny_gpt" in result.stdout and "step 1/1  loss " in result.stdout

@@ -132,6 +132,27 @@ def test_what_cannot_be_is_said(tmp_path: Path) -> None:
             pagoda.trainer.arguments(*each)
 
 
+def test_sgd_takes_its_optim_args(tmp_path: Path) -> None:
+    engine = pagoda.Engine(device="cpu", device_budget="8MiB")
+    model = ZOO["gpt2"].make()
+    pagoda.trainer.arguments(engine, model, arguments(
+        tmp_path, optim="sgd", optim_args="momentum=0.9,nesterov=True"))
+    for group in engine.optimizer.param_groups:
+        assert group["momentum"] == 0.9 and group["nesterov"] == 1
+
+
+@pytest.mark.parametrize(("named", "given", "message"), [
+    ("sgd", "maximize=True", "'maximize' is not supported with optim='sgd'; SGD has momentum"),
+    ("sgd", "momentum=much", "optim_args: 'momentum=much' is not allowed: expected a number"),
+    ("adamw_torch", "amsgrad=True", "'amsgrad' is not supported with optim='adamw_torch'")])
+def test_optim_args_that_would_change_nothing_are_refused(named: str, given: str, message: str,
+                                                          tmp_path: Path) -> None:
+    engine = pagoda.Engine(device="cpu", device_budget="8MiB")
+    with pytest.raises(pagoda.UserError, match=message):
+        pagoda.trainer.arguments(engine, ZOO["gpt2"].make(),
+                                 arguments(tmp_path, optim=named, optim_args=given))
+
+
 # What Trainer and Accelerate would lose without a word: there are no checkpoints of an engine yet.
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from failing import failing
 from small_net import WIDTH, engine, loss_of, net, raises, trains
 from torch import distributed
 
@@ -209,22 +210,12 @@ def test_groups_are_dicts_for_whoever_copies_them() -> None:
 
 # Messages.
 
-class Failing(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        raise KeyError("mine")
-
-
 def test_after_a_backward_that_failed_step_goes_on() -> None:
     paged, model = engine(), net()
     paged.attach(model)
     trains(paged, model)
     with pytest.raises(KeyError):
-        paged.backward(model[2](Failing.apply(model[:2](torch.ones(1, WIDTH)))).sum())
+        paged.backward(model[2](failing(model[:2](torch.ones(1, WIDTH)), KeyError)).sum())
     for call in (paged.zero_grad, lambda: paged.backward(loss_of(model))):
         raises(call, r"call step\(\), which completes the step with the gradients that came")
     paged.step()

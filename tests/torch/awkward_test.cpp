@@ -106,10 +106,6 @@ TEST(RawPointers, MayBeReadWhilePinned) {
   EXPECT_EQ(pinned_is_readable(), "");
 }
 
-TEST(Lifetimes, AModelMayGoBeforeItsEngine) {
-  EXPECT_EQ(model_dropped_first(), "");
-}
-
 TEST(Lifetimes, ALateParameterStaysPlain) {
   EXPECT_EQ(late_parameter_stays_plain(), "");
 }

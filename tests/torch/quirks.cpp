@@ -535,24 +535,6 @@ std::string pinned_is_readable() {
   });
 }
 
-std::string model_dropped_first() {
-  return said([] {
-           Engine engine(small_config());
-           {
-             const auto model = engine.build([] { return std::make_shared<Toy>(at::kFloat); });
-             engine.attach(*model, kRule);
-             engine.backward(model->loss(1));
-             engine.step();
-           }
-           engine.finish();
-           // Others' pages are still its business.
-           const auto next = engine.build([] { return std::make_shared<Toy>(at::kFloat); });
-           (void)next->loss(1);
-         }) == "nothing"
-             ? ""
-             : "it threw";
-}
-
 std::string exchanged_storage_after_attach(int ranks) {
   use_one_torch_thread();
   const Setting setting{small_config(), ranks, Dtype::BF16};

@@ -53,7 +53,6 @@ std::string raw_pointer_after_engine();
 
 // One engine alone; each as in Quirk.
 std::string pinned_is_readable();
-std::string model_dropped_first();
 std::string late_parameter_stays_plain();
 std::string exchanged_storage_after_attach(int ranks);
 

@@ -23,7 +23,7 @@ std::atomic<bool> detail::recording{false};
 namespace {
 
 struct Event {
-  char phase;  // Chrome's letters: X slice, i instant, C counter
+  char phase;  // Chrome's letters: X slice, i instant
   Nanos begin;
   Nanos duration;
   std::string category;
@@ -152,11 +152,6 @@ void slice(std::string_view category, std::string_view name, Nanos begin, Nanos 
 void instant(std::string_view category, std::string_view name, const Args& args) {
   if (!on()) return;
   keep({'i', now_ns(), 0, std::string(category), std::string(name), {}, args});
-}
-
-void counter(std::string_view name, double value) {
-  if (!on()) return;
-  keep({'C', now_ns(), 0, "counter", std::string(name), {}, {{"value", value}}});
 }
 
 void name_thread(std::string_view name) {

@@ -52,8 +52,6 @@ void slice(std::string_view category, std::string_view name, Nanos begin, Nanos 
            const Args& args = {}, std::string_view track = {});
 /// A moment on this thread.
 void instant(std::string_view category, std::string_view name, const Args& args = {});
-/// A value over time (bytes in a tier, queue depth): drawn as a curve.
-void counter(std::string_view name, double value);
 /// Names this thread in traces.
 void name_thread(std::string_view name);
 

@@ -101,12 +101,12 @@ void Group::barrier() {
   all_reduce_or({&nothing, 1});
 }
 
-template <class T, class Fold>
-void Group::all_reduce(std::span<T> values, Fold fold) {
+template <class Fold>
+void Group::all_reduce(std::span<std::uint64_t> values, Fold fold) {
   PAGODA_TRACE("comm", "all_reduce", {"group", name_}, {"values", values.size()});
   const CollectiveClaim claim(in_collective_, collectives_, name_);
   const auto ranks = static_cast<std::size_t>(size_);
-  std::vector<T> all(values.size() * ranks);
+  std::vector<std::uint64_t> all(values.size() * ranks);
   std::vector<std::span<std::byte>> parts(ranks);
   for (std::size_t r = 0; r < ranks; ++r) {
     parts[r] = std::as_writable_bytes(std::span(all).subspan(r * values.size(), values.size()));
@@ -119,10 +119,6 @@ void Group::all_reduce(std::span<T> values, Fold fold) {
     }
   }
   control_.add(values.size_bytes() * (ranks - 1), values.size_bytes() * (ranks - 1));
-}
-
-void Group::all_reduce_sum(std::span<double> values) {
-  all_reduce(values, [](double a, double b) { return a + b; });
 }
 
 void Group::all_reduce_max(std::span<std::uint64_t> values) {

@@ -49,8 +49,7 @@ class Group {
   /// Returns when every rank has called it.
   void barrier();
 
-  /// Each value becomes the sum over the ranks, taken in rank order: the same bits everywhere.
-  void all_reduce_sum(std::span<double> values);
+  /// Each value becomes the largest one of the ranks, or the bits that any of them has.
   void all_reduce_max(std::span<std::uint64_t> values);
   void all_reduce_or(std::span<std::uint64_t> values);
 
@@ -96,8 +95,8 @@ class Group {
 
   template <class Fn>
   auto guarded(Fn&& fn);
-  template <class T, class Fold>
-  void all_reduce(std::span<T> values, Fold fold);
+  template <class Fold>
+  void all_reduce(std::span<std::uint64_t> values, Fold fold);
   void check_peer(int peer, Tag tag, std::size_t bytes) const;
 
   const int rank_;

@@ -66,7 +66,7 @@ void Watch::fail(World& world, std::string_view name, std::string_view reason) n
   try {
     world.put(key_of(name, world.rank()), kFailed + std::string(reason));
   } catch (const std::exception& error) {  // the others find out by the time-out
-    log::warn("comm", "the other ranks could not be told", {{"error", error.what()}});
+    log::debug("comm", "the other ranks could not be told", {{"error", error.what()}});
   }
 }
 
@@ -91,9 +91,11 @@ void Watch::run() {
       if (options_.on_notes) report_notes();
     } catch (const std::exception& error) {
       const int holder = world_.board_rank();
-      report(holder, holder < 0 ? fmt::format("the board of the ranks is lost: {}", error.what())
-                                : fmt::format("rank {} is gone, and the board with it: {}", holder,
-                                              error.what()));
+      report(holder, holder < 0
+                         ? std::string(error.what())
+                         : fmt::format("rank {}, which has the store, was killed or ended, or does "
+                                       "not answer: {}",
+                                       holder, error.what()));
     }
     lock.lock();
     wake_.wait_for(lock, options_.interval, [this] { return stopping_; });
@@ -157,7 +159,7 @@ void Watch::post_end(std::string value) noexcept {
   try {
     world_.put(key_of(options_.name, world_.rank()), value);
   } catch (const std::exception& error) {  // the others find out by the time-out
-    log::warn("comm", "the other ranks could not be told", {{"error", error.what()}});
+    log::debug("comm", "the other ranks could not be told", {{"error", error.what()}});
   }
 }
 

@@ -71,7 +71,7 @@ std::vector<Page*> Attacher::attach(const std::function<ModelSpec()>& describe,
       parts_.gather.set_piece(piece);
       parts_.shards->set_piece(piece);
       parts_.shards->share(model.pages);
-      overwritten = start_with_values_of_rank_0(model, *fit, piece);
+      overwritten = start_with_values_of_rank_0(model, *fit);
     }
     std::vector<TrainedPage*> all;
     all_or_none(parts_.ranks.control(), [&] {
@@ -193,12 +193,11 @@ void Attacher::detach() {
 
 /// DDP's rule: what rank 0 has is what training starts from. Returns the pages that were changed
 /// here.
-std::vector<Page*> Attacher::start_with_values_of_rank_0(const ModelSpec& model, const Fit& fit,
-                                                         Bytes piece) {
+std::vector<Page*> Attacher::start_with_values_of_rank_0(const ModelSpec& model, const Fit& fit) {
   std::vector<BufferSpec> buffers;
   if (equal_buffers(model.buffers, *parts_.ranks.control())) buffers = model.buffers;
-  InitialValues values(*parts_.ranks.control(), parts_.pager);
-  values.compare(model.pages, buffers, piece);
+  InitialValues values(*parts_.ranks.control(), parts_.pager, parts_.gather.scratch());
+  values.compare(model.pages, buffers);
   if (values.differing() == 0) return {};
   if (parts_.config.initial == Initial::Check) {
     throw Diverged(fmt::format(

@@ -59,8 +59,7 @@ class Attacher {
   Fit prepare(ModelSpec& model);
   std::unique_ptr<optim::TrainedPage> make_trained(TrainedSpec spec, std::size_t number) const;
   Settings settings(const ModelSpec& model) const;
-  std::vector<pager::Page*> start_with_values_of_rank_0(const ModelSpec& model, const Fit& fit,
-                                                        Bytes piece);
+  std::vector<pager::Page*> start_with_values_of_rank_0(const ModelSpec& model, const Fit& fit);
   bool alone() const noexcept { return parts_.ranks.alone(); }
 
   const Parts parts_;

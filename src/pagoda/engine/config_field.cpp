@@ -313,7 +313,7 @@ std::vector<ConfigField> make_fields() {
       whole(PAGODA_FIELD(seed), std::uint64_t{0}, std::numeric_limits<std::uint64_t>::max(),
             "Seed for stochastic rounding"),
       truth(PAGODA_FIELD(early_updates),
-            "Let updates begin during the last backward pass of a step, where nothing global "
+            "Let updates begin during the last engine.backward() of a step, where nothing global "
             "(loss_scale, clip without clip_ahead) is needed"),
       truth(PAGODA_FIELD(checksums), "Verify checksums of what is read from files"),
       choice(PAGODA_FIELD(io_engine),

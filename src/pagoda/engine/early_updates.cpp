@@ -39,7 +39,11 @@ void EarlyUpdates::give_up() {
 
 /// From the beginning of a step's last pass until step().
 bool EarlyUpdates::in_window(const Lock& /*lock*/) const noexcept {
-  return mode_ != Mode::Never && pass_ >= Pass::LastOpen;
+  return mode_ != Mode::Never && pass_ >= Pass::LastEmpty;
+}
+
+bool EarlyUpdates::in_last_pass(const Lock& /*lock*/) const noexcept {
+  return pass_ == Pass::LastEmpty || pass_ == Pass::LastOpen;
 }
 
 /// In the first step nothing begins: it shows what the script does in the window.
@@ -73,18 +77,18 @@ void EarlyUpdates::require_no_window(std::string_view what) {
         "set accumulation to the number of backward() calls in a step, or set early_updates=False";
     if (pass_ != Pass::LastOver) {
       throw RefusedInWindow(fmt::format(
-          "{} came {}, and the step's updates have already started. After a failure call step(), "
+          "{} came {}, and the step's updates may have started. After a failure call step(), "
           "which completes the step with the gradients that came, or set early_updates=False",
           what, when(lock)));
     }
     if (what == kAnotherBackward) {
       throw RefusedInWindow(fmt::format(
-          "backward() was called again before step(), and the step's updates have already started. "
+          "backward() was called again before step(), and the step's updates may have started. "
           "Call step() first, {}",
           kAccumulation));
     }
     throw RefusedInWindow(fmt::format(
-        "{} came {}, and the step's updates have already started. Do it before that backward() or "
+        "{} came {}, and the step's updates may have started. Do it before that backward() or "
         "after step(), {}",
         what, when(lock), kAccumulation));
   }
@@ -105,7 +109,7 @@ void EarlyUpdates::require_may_write(const TrainedPage& page) {
     // A checkpoint's recomputation may write, as an embedding with max_norm does. No update begins
     // before the gradient has come, and none at all of a page that was written to.
     const Lock lock(mutex_);
-    if (pass_ == Pass::LastOpen && habit(page, lock).pass != passes_) return;
+    if (in_last_pass(lock) && habit(page, lock).pass != passes_) return;
     // What step() was refused for can be mended: no update begins of a page that was written to.
     if (refused_ && std::find(begun_.begin(), begun_.end(), &page) == begun_.end()) return;
   }
@@ -120,10 +124,13 @@ void EarlyUpdates::wait_for_update(const TrainedPage& page) {
   updater_.wait_for_early(page);
 }
 
-pager::RawWrites EarlyUpdates::raw_writes() const {
+pager::RawWrites EarlyUpdates::raw_writes() {
   const Lock lock(mutex_);
   if (!in_window(lock)) return pager::RawWrites::Count;
-  return refuses(lock) ? pager::RawWrites::Refuse : pager::RawWrites::Report;
+  if (!refuses(lock)) return pager::RawWrites::Report;
+  // What is written under the pin is undone, which is told in the window only: so that stays.
+  if (pass_ == Pass::LastEmpty) pass_ = Pass::LastOpen;
+  return pager::RawWrites::Refuse;
 }
 
 void EarlyUpdates::roll_back(std::span<TrainedPage* const> pages) {
@@ -136,8 +143,8 @@ void EarlyUpdates::require_gradients(std::string_view what) {
   if (mode_ == Mode::Reversible || held_back_ || !in_window(lock)) return;
   if (refuses(lock)) {
     throw UserError(fmt::format(
-        "{} was called {}: its updates have started and use up the gradients. Call it in the first "
-        "step as well, or set early_updates=False{}",
+        "{} was called {}: its updates use up the gradients, and may have started. Call it in the "
+        "first step as well, or set early_updates=False{}",
         what, when(lock),
         what == "grad_norm()"
             ? "; or read step().norm, which attach(…, clip=inf) computes at every step"
@@ -149,7 +156,7 @@ void EarlyUpdates::require_gradients(std::string_view what) {
 void EarlyUpdates::backward_begins(bool last, const std::vector<Optimizer>& rules) {
   require_no_window(kAnotherBackward);
   const Lock lock(mutex_);
-  pass_ = last ? Pass::LastOpen : Pass::Open;
+  pass_ = last ? Pass::LastEmpty : Pass::Open;
   ++passes_;
   if (last && mode_ != Mode::Never) {
     scalars_ = std::make_shared<const optim::StepScalars>(optim::StepScalars{1, rules});
@@ -159,6 +166,7 @@ void EarlyUpdates::backward_begins(bool last, const std::vector<Optimizer>& rule
 void EarlyUpdates::gradient_comes(const TrainedPage& page) {
   {
     const Lock lock(mutex_);
+    if (pass_ == Pass::LastEmpty) pass_ = Pass::LastOpen;
     if (mode_ == Mode::Never) return;
     if (pass_ == Pass::LastOpen) {
       Habit& known = habit(page, lock);
@@ -180,12 +188,18 @@ void EarlyUpdates::gradient_comes(const TrainedPage& page) {
 
 void EarlyUpdates::backward_ends() {
   const Lock lock(mutex_);
-  if (pass_ == Pass::LastOpen) pass_ = Pass::LastOver;
+  if (in_last_pass(lock)) pass_ = Pass::LastOver;
 }
 
-void EarlyUpdates::backward_fails() {
+void EarlyUpdates::backward_fails(bool over) {
   const Lock lock(mutex_);
-  if (pass_ == Pass::LastOpen) pass_ = Pass::LastFailed;
+  // Other ranks' windows may stay, and what they refuse this one must.
+  const bool alone = pager_.sharding().ranks == 1;
+  if (pass_ == Pass::LastEmpty && over && alone) {
+    pass_ = Pass::Open;
+  } else if (in_last_pass(lock)) {
+    pass_ = Pass::LastFailed;
+  }
 }
 
 void EarlyUpdates::step_waits(const std::vector<Optimizer>& rules) {

@@ -59,7 +59,9 @@ class EarlyUpdates {
   /// A gradient of the pass is about to be handed over. UserError if it must not come any more.
   void gradient_comes(const optim::TrainedPage& page);
   void backward_ends();
-  void backward_fails();
+  /// `over`: no gradient of the pass can come any more. If none has, the window of a single rank is
+  /// as it was before the pass.
+  void backward_fails(bool over);
   /// The user does `what`, which changes what the step does, or looks at what an early update uses
   /// up. In the window a UserError, or, where updates can be rolled back, that. It must not have
   /// had an effect yet.
@@ -70,8 +72,8 @@ class EarlyUpdates {
   void require_may_write(const optim::TrainedPage& page);
   /// The user holds the page: returns when an update of it that has begun has been computed.
   void wait_for_update(const optim::TrainedPage& page);
-  /// What becomes of a write to a trained parameter that is found only later.
-  pager::RawWrites raw_writes() const;
+  /// What becomes of a write to a trained parameter that is found only later: the user holds it.
+  pager::RawWrites raw_writes();
   /// The user reads gradients, which early updates that cannot be rolled back have used up.
   void require_gradients(std::string_view what);
   /// step() waits for the gradients of all ranks: a rank without a last pass has the same updates
@@ -97,8 +99,15 @@ class EarlyUpdates {
   void answer(optim::TrainedPage& page, bool yes);
 
  private:
-  /// The pass under way, or the one that was.
-  enum class Pass : std::uint8_t { None, Open, LastOpen, LastFailed, LastOver };
+  /// The pass under way, or the one that was. From LastEmpty on: the window.
+  enum class Pass : std::uint8_t {
+    None,        ///< none has begun in this step
+    Open,        ///< not the last of the step, under way or over
+    LastEmpty,   ///< the last: no gradient of it has come. If it fails: Open, on a single rank
+    LastOpen,    ///< one has come, and updates may have begun
+    LastFailed,  ///< step() completes with what has come
+    LastOver,
+  };
   /// What is known of a page from the steps before.
   struct Habit {
     std::uint64_t first_gradient = 0;  // the step of its first gradient in a last pass
@@ -108,6 +117,7 @@ class EarlyUpdates {
   using Lock = RankedLock<LockRank::EarlyUpdates>;
 
   bool in_window(const Lock& lock) const noexcept;
+  bool in_last_pass(const Lock& lock) const noexcept;
   bool refuses(const Lock& lock) const noexcept;
   std::string_view when(const Lock& lock) const noexcept;
   void leave_to_step(std::string_view what, Lock& lock);

@@ -14,16 +14,6 @@ namespace {
 constexpr char kOwn = 'o';    // its own error: others add whose it is
 constexpr char kHeard = 'h';  // the whole story already
 
-std::string text_of(const std::exception_ptr& error) {
-  try {
-    std::rethrow_exception(error);
-  } catch (const std::exception& e) {
-    return e.what();
-  } catch (...) {
-    return "unknown error";
-  }
-}
-
 /// Whether the message says which ranks it is about. A lost connection does: the rank that noticed
 /// it is not the one that failed.
 bool names_the_rank(const std::exception_ptr& error) {
@@ -47,17 +37,16 @@ bool names_the_rank(const std::exception_ptr& error) {
 std::string message_of(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
-  } catch (const Error& e) {
-    std::string out = e.message();
-    for (const ErrorContext& item : e.contexts()) {
-      out += fmt::format(" [{}={}]", item.key, item.value);
-    }
-    return out;
   } catch (const std::exception& e) {
     return e.what();
   } catch (...) {
     return "unknown error";
   }
+}
+
+std::string story_of(const std::exception_ptr& error, int rank) {
+  std::string why = message_of(error);
+  return names_the_rank(error) ? why : fmt::format("rank {} failed: {}", rank, why);
 }
 
 Failure::Failure(comm::World& world, std::string engine)
@@ -100,7 +89,7 @@ void Failure::fail(std::exception_ptr error, log::Level level) noexcept {
     failed_.store(true, std::memory_order_release);
     changed_.notify_all();
   }
-  log::write(level, "engine", "stopped by an error", {{"cause", text_of(error)}});
+  log::write(level, "engine", "stopped by an error", {{"cause", why_}});
   if (!alone) {
     try {
       world_.put(key("failed", world_.rank()), (names_the_rank(error) ? kHeard : kOwn) + why_);

@@ -31,6 +31,8 @@ class Diverged : public UserError {
 
 /// What is told to other ranks and to later calls: the message without its place in our sources.
 std::string message_of(const std::exception_ptr& error);
+/// The same with the number of the rank that has met it, unless the message says whose it is.
+std::string story_of(const std::exception_ptr& error, int rank);
 
 /// The first error of one rank's engine, and those who must hear of it: whoever waits here, and the
 /// other ranks, through the board.

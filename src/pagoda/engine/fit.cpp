@@ -12,9 +12,17 @@
 
 namespace pagoda::engine {
 
-using pager::Placement;
 using pager::Tier;
 using pager::Tiers;
+
+namespace {
+
+/// The value that a message asks for when it says "at least" so many bytes: rounded up.
+Bytes as_printed(Bytes bytes) {
+  return parse_bytes(format_bytes_up(bytes));
+}
+
+}  // namespace
 
 Bytes StateNeed::bytes() const noexcept {
   return std::accumulate(pages.begin(), pages.end(), Bytes{0});
@@ -25,8 +33,9 @@ Bytes StateNeed::device_bytes() const noexcept {
                          [](Bytes sum, Bytes page) { return sum + Tiers::device_bytes(page); });
 }
 
-Fit::Fit(const Tiers& tiers)
+Fit::Fit(const Tiers& tiers, const UpdateBuffers& updates)
     : tiers_(tiers),
+      updates_(updates),
       device_(tiers.arena().stats().capacity),
       host_{tiers.budget(Tier::Host).limit(), tiers.budget(Tier::Host).available()},
       nvme_{tiers.budget(Tier::Nvme).limit(), tiers.budget(Tier::Nvme).available()} {}
@@ -49,7 +58,7 @@ void Fit::need_gradient(std::string_view name, Bytes bytes) {
 bool Fit::parameters_fit_on_device() const noexcept {
   Bytes sum = parameters.device_bytes();
   for (const StateNeed* state : {&gradients, &optimizer}) {
-    if (state->placement == Placement::Device) sum += state->device_bytes();
+    if (state->placement == pager::Placement::Device) sum += state->device_bytes();
   }
   return sum <= device_;
 }
@@ -77,10 +86,10 @@ void Fit::check_device() const {
   const auto enough = [&](Bytes pages) { return format_bytes_up(least_budget(pages)); };
   Bytes placed = 0;
   for (const StateNeed* state : states()) {
-    if (state->placement == Placement::Device) placed += state->device_bytes();
+    if (state->placement == pager::Placement::Device) placed += state->device_bytes();
   }
   // Operators need their pages there, whatever else is.
-  const bool all_there = parameters.placement == Placement::Device && whole_parameters;
+  const bool all_there = parameters.placement == pager::Placement::Device && whole_parameters;
   const Bytes page =
       all_there || largest_page_.bytes == 0 ? 0 : Tiers::device_bytes(largest_page_.bytes);
   if (largest_gradient_.bytes > options.gradient_staging) {
@@ -127,25 +136,26 @@ void Fit::check_device() const {
       format_bytes(options.device_budget), format_bytes(device_), enough(placed + page)));
 }
 
-Fit::Missing Fit::fill(Bytes more_host, Bytes more_nvme) const {
+Fit::Missing Fit::fill(Bytes host_budget, Bytes nvme_budget) const {
   const bool has_nvme = tiers_.swaps();
   Missing missing;
-  Bytes host = host_.free + more_host;
-  Bytes nvme = nvme_.free + more_nvme;
+  Bytes host = host_.free + (host_budget - host_.limit);
+  Bytes nvme = nvme_.free + (nvme_budget - nvme_.limit);
   const auto take = [](Bytes& free, Bytes bytes, Bytes& lacks) {
     lacks += bytes - std::min(free, bytes);
     free -= std::min(free, bytes);
   };
-  const auto put = [&](Placement placement, Bytes bytes) {
-    if (placement == Placement::Device) return;
-    const Bytes kept = has_nvme ? tiers_.kept_for_checksums(nvme, host_.limit + more_host) : 0;
-    if (placement != Placement::Nvme && (bytes + kept <= host || !has_nvme)) {
+  const auto put = [&](pager::Placement placement, Bytes bytes) {
+    if (placement == pager::Placement::Device) return;
+    const Bytes kept = has_nvme ? tiers_.kept_for_checksums(nvme, host_budget) : 0;
+    if (placement != pager::Placement::Nvme && (bytes + kept <= host || !has_nvme)) {
       take(host, bytes, missing.host);
       return;
     }
     take(nvme, Tiers::nvme_bytes(bytes), missing.nvme);
     take(host, tiers_.checksum_bytes(bytes), missing.host);
   };
+  take(host, updates_.bytes(host_budget) - updates_.bytes(host_.limit), missing.host);
   take(host, buffers_, missing.host);
   for (const Bytes page : parameters.pages) put(parameters.placement, page);
   for (std::size_t i = 0; i < gradients.pages.size(); ++i) {  // as attach() takes them
@@ -156,39 +166,48 @@ Fit::Missing Fit::fill(Bytes more_host, Bytes more_nvme) const {
   return missing;
 }
 
-std::optional<Bytes> Fit::missing_host(Bytes more_nvme) const {
+std::optional<Bytes> Fit::least_host_budget(Bytes nvme_budget) const {
   // What a larger host takes over is not cut as what was missing: until all fits.
   constexpr int kAttempts = 64;
-  Bytes more = 0;
-  for (int i = 0; i < kAttempts; ++i) {
-    const Missing missing = fill(more, more_nvme);
-    if (missing.none()) return more;
-    more += missing.host + missing.nvme;
+  Bytes too_small = host_.limit;
+  Bytes enough = host_.limit;
+  Missing missing = fill(enough, nvme_budget);
+  if (missing.none()) return enough;
+  for (int i = 0; i < kAttempts && !missing.none(); ++i) {
+    too_small = enough;
+    enough = as_printed(updates_.least_budget(enough, missing.host + missing.nvme));
+    missing = fill(enough, nvme_budget);
   }
-  return std::nullopt;
+  if (!missing.none()) return std::nullopt;
+  // That may be too much: what was missing on NVMe was counted in whole blocks.
+  while (enough - too_small > 1) {
+    const Bytes middle = too_small + (enough - too_small) / 2;
+    (fill(as_printed(middle), nvme_budget).none() ? enough : too_small) = middle;
+  }
+  return as_printed(enough);
 }
 
 void Fit::check() const {
   check_device();
-  const Missing missing = fill(0, 0);
+  const Missing missing = fill(host_.limit, nvme_.limit);
   if (missing.none()) return;
   const auto room = [](std::string_view key, const Room& tier) {
     return tier.limit >= kNoLimit ? fmt::format("{} is not set", key)
                                   : fmt::format("{} = {} has {} for them", key,
                                                 format_bytes(tier.limit), format_bytes(tier.free));
   };
-  const auto host_of = [&](Bytes more) {
-    return fmt::format("host_budget to at least {}", format_bytes_up(host_.limit + more));
+  const auto host_of = [](Bytes budget) {
+    return fmt::format("host_budget to at least {}", format_bytes_up(budget));
   };
   std::vector<std::string> has = {room("host_budget", host_)};
   if (tiers_.swaps()) has.push_back(room("nvme_budget", nvme_));
   std::vector<std::string> help;
-  const std::optional<Bytes> host_alone = missing_host(0);
+  const std::optional<Bytes> host_alone = least_host_budget(nvme_.limit);
   if (missing.nvme > 0) {
-    const std::optional<Bytes> beside = missing_host(missing.nvme);
-    help.push_back(fmt::format("raise nvme_budget to at least {}{}",
-                               format_bytes_up(nvme_.limit + missing.nvme),
-                               beside.value_or(0) > 0 ? " and " + host_of(*beside) : ""));
+    const Bytes nvme = as_printed(nvme_.limit + missing.nvme);
+    const Bytes host = least_host_budget(align_down(nvme, Tiers::kNvmeBlock)).value_or(host_.limit);
+    help.push_back(fmt::format("raise nvme_budget to at least {}{}", format_bytes_up(nvme),
+                               host > host_.limit ? " and " + host_of(host) : ""));
   }
   if (host_alone) help.push_back("raise " + host_of(*host_alone));
   if (!tiers_.swaps()) help.emplace_back("set nvme to a directory");

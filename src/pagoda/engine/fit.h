@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "pagoda/base/bytes.h"
+#include "pagoda/engine/host_need.h"
 #include "pagoda/pager/tiers.h"
 
 namespace pagoda::engine {
@@ -26,8 +27,8 @@ struct StateNeed {
 /// do, page by page: what does not fit is refused before anything moves. A plain value.
 class Fit {
  public:
-  /// The room that is left now.
-  explicit Fit(const pager::Tiers& tiers);
+  /// The room that is left now, beside update buffers that a larger host_budget has more of.
+  Fit(const pager::Tiers& tiers, const UpdateBuffers& updates);
 
   /// What a page has now counts as free: `parameters` has it once more.
   void hold(const pager::Home& home);
@@ -70,14 +71,16 @@ class Fit {
   };
 
   void check_device() const;
-  /// Fills host and NVMe as allocation would, if they were larger by so much.
-  Missing fill(Bytes more_host, Bytes more_nvme) const;
-  /// How much larger the host must be; nothing where that does not help.
-  std::optional<Bytes> missing_host(Bytes more_nvme) const;
+  /// Fills host and NVMe as allocation would, if the budgets were these.
+  Missing fill(Bytes host_budget, Bytes nvme_budget) const;
+  /// The smallest host_budget that everything fits in, as a message prints it; nothing where none
+  /// helps.
+  std::optional<Bytes> least_host_budget(Bytes nvme_budget) const;
   std::string list() const;
   std::vector<const StateNeed*> states() const;
 
   const pager::Tiers& tiers_;
+  UpdateBuffers updates_;
   Bytes device_;  // for pages
   Room host_;
   Room nvme_;

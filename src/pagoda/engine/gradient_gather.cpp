@@ -94,7 +94,7 @@ double GradientGather::norm(Pages pages, comm::Group* group) const {
 void GradientGather::gather(std::span<TrainedPage* const> pages, comm::Group& group) {
   pager::Tiers& tiers = pager_.tiers();
   const pager::Sharding& sharding = pager_.sharding();
-  const std::span<std::byte> buffer = gradients_.scratch().first(piece_);
+  const std::span<std::byte> buffer = scratch();
   const auto ranks = static_cast<std::size_t>(group.size());
   const auto me = static_cast<std::size_t>(group.rank());
   for (TrainedPage* page : pages) {

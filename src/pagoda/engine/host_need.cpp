@@ -24,6 +24,11 @@ unsigned least_update_buffers(const Config& config) {
   return std::min(config.update_buffers, optim::Updater::kLeastBuffers);
 }
 
+/// Whether every state lies where the host may update it.
+bool updates_in_place(const Config& config, device::DeviceKind kind) {
+  return kind != device::DeviceKind::Cuda && config.nvme.empty();
+}
+
 }  // namespace
 
 std::vector<HostNeed> host_needs(const Config& config, device::DeviceKind kind, int ranks) {
@@ -31,14 +36,13 @@ std::vector<HostNeed> host_needs(const Config& config, device::DeviceKind kind, 
   const auto add = [&](std::string purpose, Bytes bytes) {
     if (bytes > 0) out.push_back({std::move(purpose), bytes});
   };
-  const bool in_place = kind != device::DeviceKind::Cuda && config.nvme.empty();
   Bytes buffers = pager::Pager::staging_buffers(kind, config.fetch_threads) + 1;  // for gradients
   if (ranks > 1 && ShardExchange::needs_buffers(kind, !config.nvme.empty())) {
     buffers += ShardExchange::staging_buffers(config.zero == 1 || config.zero == 2);
   }
   add(fmt::format("{} buffers of staging = {}", buffers, format_bytes(config.staging)),
       buffers * config.staging);
-  if (!in_place) {
+  if (!updates_in_place(config, kind)) {
     const Bytes chunk = update_buffer_bytes(config);
     const unsigned least = least_update_buffers(config);
     add(fmt::format("{} update buffers of {} (update_chunk = {}, five arrays)", least,
@@ -53,18 +57,29 @@ std::vector<HostNeed> host_needs(const Config& config, device::DeviceKind kind, 
   return out;
 }
 
-unsigned update_buffers(const Config& config, device::DeviceKind kind, int ranks) {
-  if (config.host_budget == 0) return config.update_buffers;
-  Bytes least = 0;
-  for (const HostNeed& need : host_needs(config, kind, ranks)) least += need.bytes;
-  const Bytes each = update_buffer_bytes(config);
-  const Bytes spare = config.host_budget - std::min(config.host_budget, least);
-  unsigned out = least_update_buffers(config);
-  // At most an eighth of the budget, and never the reason that something else does not fit.
-  while (out < config.update_buffers && (out + 1) * each <= config.host_budget / 8 &&
-         (out + 1 - least_update_buffers(config)) * each <= spare) {
-    ++out;
-  }
+UpdateBuffers::UpdateBuffers(const Config& config, device::DeviceKind kind, int ranks)
+    : each_(update_buffer_bytes(config)),
+      take_memory_(!updates_in_place(config, kind)),
+      least_(least_update_buffers(config)),
+      most_(config.update_buffers) {
+  for (const HostNeed& need : host_needs(config, kind, ranks)) needs_ += need.bytes;
+}
+
+unsigned UpdateBuffers::count(Bytes host_budget) const noexcept {
+  // At most an eighth of the budget, and never the reason that another buffer does not fit.
+  const Bytes spare = host_budget - std::min(host_budget, needs_);
+  const Bytes room = std::min(host_budget / 8 / each_, least_ + spare / each_);
+  return static_cast<unsigned>(std::clamp<Bytes>(room, least_, most_));
+}
+
+Bytes UpdateBuffers::bytes(Bytes host_budget) const noexcept {
+  return take_memory_ ? count(host_budget) * each_ : 0;
+}
+
+Bytes UpdateBuffers::least_budget(Bytes host_budget, Bytes more) const noexcept {
+  const Bytes beside = host_budget - bytes(host_budget) + more;
+  Bytes out = host_budget + more;
+  while (out < beside + bytes(out)) out = beside + bytes(out);
   return out;
 }
 

@@ -28,12 +28,17 @@ Range whole(const Page& page) {
 
 }  // namespace
 
-void InitialValues::compare(std::span<Page* const> pages, std::span<BufferSpec const> buffers,
-                            Bytes piece) {
+template <class Fn>
+void InitialValues::for_pieces(const BufferSpec& buffer, Fn&& fn) {
+  for (Bytes at = 0; at < buffer.bytes; at += piece_) {
+    fn(at, scratch_.first(std::min(piece_, buffer.bytes - at)));
+  }
+}
+
+void InitialValues::compare(std::span<Page* const> pages, std::span<BufferSpec const> buffers) {
   PAGODA_TRACE("engine", "compare initial values");
   pages_.assign(pages.begin(), pages.end());
   buffers_ = buffers;
-  piece_ = piece;
   std::vector<std::uint64_t> sums;
   std::vector<bool> here;
   for (Page* page : pages_) {
@@ -46,9 +51,12 @@ void InitialValues::compare(std::span<Page* const> pages, std::span<BufferSpec c
     sums.push_back(sum);
   }
   for (const BufferSpec& buffer : buffers_) {
-    std::vector<std::byte> bytes(buffer.bytes);
-    buffer.read(bytes);
-    sums.push_back(add_checksum(0, bytes));
+    std::uint64_t sum = 0;
+    for_pieces(buffer, [&](Bytes at, std::span<std::byte> bytes) {
+      buffer.read(at, bytes);
+      sum = add_checksum(sum, bytes);
+    });
+    sums.push_back(sum);
     here.push_back(true);
   }
   states_ = gather(sums, here);
@@ -150,10 +158,12 @@ void InitialValues::send_buffers() {
       differs = differs || state(rank, pages_.size() + i) == State::Differs;
     }
     if (!differs) continue;
-    std::vector<std::byte> bytes(buffers_[i].bytes);
-    if (group_.rank() == 0) buffers_[i].read(bytes);
-    group_.broadcast(bytes, 0);
-    if (state(group_.rank(), pages_.size() + i) == State::Differs) buffers_[i].write(bytes);
+    const bool writes = state(group_.rank(), pages_.size() + i) == State::Differs;
+    for_pieces(buffers_[i], [&](Bytes at, std::span<std::byte> bytes) {
+      if (group_.rank() == 0) buffers_[i].read(at, bytes);
+      group_.broadcast(bytes, 0);
+      if (writes) buffers_[i].write(at, bytes);
+    });
   }
 }
 

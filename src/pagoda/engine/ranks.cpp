@@ -19,7 +19,7 @@ Ranks::Ranks(std::shared_ptr<comm::World> world)
     : world_(std::move(world)), number_(world_->next_number()), failure_(*world_, name()) {}
 
 void Ranks::connect(double timeout, double join_timeout) {
-  world_->limit_joins(milliseconds(timeout), milliseconds(join_timeout));
+  world_->begin_join(milliseconds(timeout), milliseconds(join_timeout));
   for (auto& [group, name] : {std::pair(&calls_, "calls"), std::pair(&control_, "control"),
                               std::pair(&gradients_, "gradients")}) {
     *group = world_->make_group(name);
@@ -63,9 +63,14 @@ Nanos Ranks::waited() const noexcept {
   return most;
 }
 
-void Ranks::give_up(const std::string& why) {
-  world_->give_up(why);
-  comm::Watch::fail(*world_, name(), why);
+void Ranks::require_equal(const Settings& settings) {
+  world_->finish_join([&] { settings.require_equal(*control_); },
+                      [&](const std::string& why) { control_->abort(why); });
+}
+
+void Ranks::give_up(const std::exception_ptr& error) {
+  world_->give_up(story_of(error, rank()));
+  comm::Watch::fail(*world_, name(), message_of(error));
 }
 
 void Ranks::end(const std::string& why) {

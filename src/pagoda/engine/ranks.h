@@ -13,6 +13,7 @@
 #include "pagoda/comm/group.h"
 #include "pagoda/comm/watch.h"
 #include "pagoda/comm/world.h"
+#include "pagoda/engine/agreement.h"
 #include "pagoda/engine/failure.h"
 #include "pagoda/engine/rank_status.h"
 
@@ -60,8 +61,10 @@ class Ranks {
   /// As the watch has seen it last.
   RankStatus::Others others() const noexcept { return others_.load(); }
 
+  /// Ends the join that connect() began; UserError on all ranks if they differ in these.
+  void require_equal(const Settings& settings);
   /// This rank's engine was not made: the others may be waiting for it to connect.
-  void give_up(const std::string& why);
+  void give_up(const std::exception_ptr& error);
   /// The engine ends: nobody is watched, and what waits in the groups throws.
   void end(const std::string& why);
   void stop_watching() { watch_.reset(); }

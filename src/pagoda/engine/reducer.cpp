@@ -121,6 +121,9 @@ void Reducer::push(Contribution contribution) {
   require_may_wait();
   const std::uint32_t number = contribution.page->number;
   const Bytes bytes = contribution.page->page->bytes();
+  // Before the lock, and gone after it: what they keep may be torch's.
+  Arrival arrival{std::move(contribution), {}};
+  std::shared_ptr<Round> round;
   Lock lock(mutex_);
   if (error_ != nullptr) std::rethrow_exception(error_);
   if (!rounds_.empty() && !rounds_.back()->over) {
@@ -130,8 +133,7 @@ void Reducer::push(Contribution contribution) {
   }
   if (rounds_.empty() || rounds_.back()->over) new_round(lock);
   // It may be over and gone while this waits, where nobody adds the contribution up.
-  const std::shared_ptr<Round> round = rounds_.back();
-  Arrival arrival{std::move(contribution), {}};
+  round = rounds_.back();
   const auto refused = [&] { return round->opened && !is_trained(arrival.contribution); };
   bool parked = false;
   const Stopwatch watch;
@@ -269,27 +271,45 @@ void Reducer::run() {
         continue;
       }
       may_begin_ = !apart && allows_early(mine, all);
-      if (thawed) admit(round, lock);
-      if (round != nullptr) {
-        round->opened = true;
-        changed_.notify_all();
-      }
+      open(round, thawed, lock);
       run_round(round, lock);
-      if (round != nullptr) {
-        if (round->order.size() >= arrival_order_.size()) arrival_order_ = round->order;
-        rounds_.pop_front();
-      }
+      if (round != nullptr) end_round(lock);
       ++stats_.rounds;
     }
   } catch (...) {
     keep_first_error(error_, options_.on_failure, lock);
+    Kept dropped;
     for (auto& round : rounds_) {
       for (auto& arrival : round->arrived) {
-        if (arrival) release(*arrival, lock);
+        if (arrival) dropped.push_back(release(*arrival, lock));
       }
     }
     changed_.notify_all();
+    lock.unlock();  // what was kept goes without it
   }
+}
+
+/// Gradients may be added up, and those of what is not trained are dropped.
+void Reducer::open(Round* round, bool thawed, Lock& lock) {
+  Kept dropped = thawed ? admit(round, lock) : Kept{};
+  if (round != nullptr) {
+    round->opened = true;
+    changed_.notify_all();
+  }
+  if (dropped.empty()) return;
+  lock.unlock();
+  dropped.clear();
+  lock.lock();
+}
+
+/// The first round is over.
+void Reducer::end_round(Lock& lock) {
+  std::shared_ptr<Round> over = std::move(rounds_.front());
+  rounds_.pop_front();
+  if (over->order.size() >= arrival_order_.size()) arrival_order_ = over->order;
+  lock.unlock();
+  over.reset();  // with what nobody wanted of it
+  lock.lock();
 }
 
 /// Whether this rank has nothing against updates that begin before step(): they use the constants
@@ -306,8 +326,8 @@ bool Reducer::allows_early(const Collective& mine, std::span<const Collective> a
 }
 
 /// What is thawed on any rank is part of rounds from this one on, if all ranks have room for it.
-/// Gradients of what is not are dropped.
-void Reducer::admit(Round* round, Lock& lock) {
+/// Gradients of what is not are returned, to be dropped without the lock.
+Reducer::Kept Reducer::admit(Round* round, Lock& lock) {
   const FrozenSet thawed = round != nullptr ? round->thawed : FrozenSet{};
   lock.unlock();
   const std::vector<TrainedPage*> joined =
@@ -315,12 +335,14 @@ void Reducer::admit(Round* round, Lock& lock) {
   lock.lock();
   order_.insert(order_.end(), joined.begin(), joined.end());
   use_plan(make_plan(order_), lock);
-  if (round == nullptr) return;
+  Kept out;
+  if (round == nullptr) return out;
   for (auto& arrival : round->arrived) {
     if (!arrival || is_trained(arrival->contribution)) continue;
-    release(*arrival, lock);
+    out.push_back(release(*arrival, lock));
     arrival.reset();
   }
+  return out;
 }
 
 /// Without other ranks, gradients are added as they come.
@@ -334,15 +356,12 @@ void Reducer::run_alone(Lock& lock) {
   }
   Round& round = *rounds_.front();
   if (!round.opened) {
-    if (!round.thawed.empty()) admit(&round, lock);
-    round.opened = true;
-    changed_.notify_all();
+    open(&round, !round.thawed.empty(), lock);
   }
   if (round.taken == round.order.size()) {
     if (round.over) {
-      if (round.order.size() >= arrival_order_.size()) arrival_order_ = round.order;
-      rounds_.pop_front();
       ++stats_.rounds;
+      end_round(lock);
       return;
     }
     changed_.wait(lock, [&] {
@@ -382,8 +401,9 @@ void Reducer::run_alone(Lock& lock) {
     gradients_.added(page, arrival.contribution.present);
   }
   if (ask(page, &round)) early_.answer(page, true);
+  arrival.contribution.keep.reset();
   lock.lock();
-  release(arrival, lock);
+  (void)release(arrival, lock);
 }
 
 void Reducer::run_round(Round* round, Lock& lock) {
@@ -403,12 +423,16 @@ void Reducer::run_round(Round* round, Lock& lock) {
     }
     lock.unlock();
     exchange(bucket, round);
+    Kept done;
     lock.lock();
     if (round == nullptr) continue;
     for (const Item& item : bucket) {
       auto& arrival = round->arrived[item.page->number];
-      if (item.last && arrival) release(*arrival, lock);
+      if (item.last && arrival) done.push_back(release(*arrival, lock));
     }
+    lock.unlock();
+    done.clear();
+    lock.lock();
   }
 }
 
@@ -533,14 +557,13 @@ void Reducer::read_contribution(const Arrival& arrival, Range range, std::byte* 
   stats_.device_to_host += range.size() * size;
 }
 
-void Reducer::release(Arrival& arrival, const Lock& /*lock*/) {
-  if (arrival.contribution.keep != nullptr || arrival.contribution.data != nullptr) {
-    on_device_ -= arrival.contribution.page->page->bytes();
-  }
-  arrival.contribution.keep.reset();
+/// Of the result the last reference may be Python's: it goes without the lock.
+std::shared_ptr<void> Reducer::release(Arrival& arrival, const Lock& /*lock*/) {
+  if (arrival.contribution.data != nullptr) on_device_ -= arrival.contribution.page->page->bytes();
   arrival.contribution.data = nullptr;
   arrival.parked = {};
   changed_.notify_all();
+  return std::move(arrival.contribution.keep);
 }
 
 }  // namespace pagoda::engine

@@ -142,6 +142,7 @@ class Reducer {
     Bytes message = 0;
   };
   using Lock = RankedLock<LockRank::Reducer>;
+  using Kept = std::vector<std::shared_ptr<void>>;  // what gradients lived in
 
   void run();
   void run_alone(Lock& lock);
@@ -152,7 +153,9 @@ class Reducer {
   void read_contribution(const Arrival& arrival, pager::Range range, std::byte* to);
   const std::byte* in_host_memory(const Arrival& arrival) const;
   bool ask(optim::TrainedPage& page, const Round* round);
-  void release(Arrival& arrival, const Lock& lock);
+  void open(Round* round, bool thawed, Lock& lock);
+  void end_round(Lock& lock);
+  [[nodiscard]] std::shared_ptr<void> release(Arrival& arrival, const Lock& lock);
   void park(Arrival& arrival);
   static Bytes flag_bytes(const optim::TrainedPage& page);
   Plan make_plan(std::span<optim::TrainedPage* const> order) const;
@@ -161,7 +164,7 @@ class Reducer {
   Buffers take_buffers(Bytes message);
   void use_plan(Plan plan, const Lock& lock);
   Round& new_round(const Lock& lock);
-  void admit(Round* round, Lock& lock);
+  Kept admit(Round* round, Lock& lock);
 
   bool allows_early(const Collective& mine, std::span<const Collective> all) const;
 

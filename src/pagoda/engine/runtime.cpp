@@ -31,9 +31,8 @@ Runtime::Runtime(const Config& config, std::shared_ptr<comm::World> world)
     }
   } catch (...) {
     if (!alone()) {  // the others may be waiting for this rank to connect, or to say something
-      const std::string why = message_of(std::current_exception());
       fail(std::current_exception(), log::Level::Debug);
-      ranks_.give_up(why);
+      ranks_.give_up(std::current_exception());
       failure_.close();        // nobody tells the watch of a failure any more…
       ranks_.stop_watching();  // …whose thread looks at what goes now
     }
@@ -97,10 +96,10 @@ void Runtime::wait_for_others_to_close() {
   failure_.check();
   if (alone()) return;
   constexpr auto kLook = std::chrono::milliseconds(2);
-  const std::string where = where_in(Call::Close);
+  const std::string where = calls_->where_in(Call::Close);
   ranks_.status().ends(where);
   failure_.post_end(where);
-  reducer_->announce(in_call(Call::Close));
+  reducer_->announce(calls_->in(Call::Close));
   using Others = RankStatus::Others;
   const Stopwatch watch;
   const auto in_vain = [&] {
@@ -140,72 +139,11 @@ Nanos Runtime::waited_for_ranks() const noexcept {
 }
 
 /// This rank can no longer answer the others. If that is because one of them is gone, whoever
-/// notices which one says so; within the time that a silent rank is given.
+/// notices which one says so: well before ranks that wait for an answer are taken for idle.
 void Runtime::pulls_ended(const std::string& reason) {
-  if (failure_.wait(std::chrono::duration<double>(config_.timeout + 2 * config_.beat()))) return;
+  if (failure_.wait(std::chrono::duration<double>(config_.timeout / 2))) return;
   fail(std::make_exception_ptr(
       EngineError(fmt::format("pages can no longer be served: {}", reason))));
-}
-
-std::string Runtime::where_in(Call call) const {
-  Collective out;
-  out.call = call;
-  out.steps = ranks_.status().steps();
-  return out.where();
-}
-
-Collective Runtime::in_call(Call call) const {
-  Collective out;
-  out.call = call;
-  out.steps = ranks_.status().steps();
-  out.rules = rules_.hash();
-  if (!alone()) out.writes = UserWrites(*pager_, model_->pages()).hash();
-  return out;
-}
-
-Collective Runtime::meet(Collective mine) {
-  check();
-  const Call call = mine.call;
-  if (call == Call::Step || call == Call::Join) early_->step_waits(rules_.now());
-  try {
-    ranks_met_ = reducer_->meet(std::move(mine));
-    model_->take_joined();
-    return call_of_all(ranks_met_);
-  } catch (...) {
-    failure_.fail_and_throw();
-  }
-}
-
-void Runtime::meet_unless_refused(Collective mine, const std::function<void()>& may) {
-  check();
-  std::exception_ptr refusal;
-  try {
-    may();
-  } catch (const UserError&) {
-    if (alone()) throw;
-    refusal = std::current_exception();
-  }
-  mine.refused = refusal != nullptr;
-  meet(std::move(mine));
-  if (refused_by_any()) throw_refusal(refusal);
-}
-
-bool Runtime::refused_by_any() const noexcept {
-  return std::any_of(ranks_met_.begin(), ranks_met_.end(),
-                     [](const Collective& one) { return one.refused; });
-}
-
-/// What the ranks that have refused the call say is thrown by all.
-void Runtime::throw_refusal(const std::exception_ptr& mine) {
-  try {
-    all_or_none(ranks_.control(), [&] {
-      if (mine != nullptr) std::rethrow_exception(mine);
-    });
-  } catch (const NoneDid& stopped) {
-    std::rethrow_exception(stopped.error);
-  } catch (...) {
-    failure_.fail_and_throw();
-  }
 }
 
 std::vector<Page*> Runtime::attach(const std::vector<Page*>& pages, std::vector<TrainedSpec> specs,
@@ -220,8 +158,8 @@ std::vector<Page*> Runtime::attach(const std::function<ModelSpec()>& describe,
   check();
   PAGODA_REQUIRE(model_->empty(), "a model is attached already: release() it first");
   PAGODA_TRACE("engine", "attach");
-  const RankStatus::InCall inside(ranks_.status(), where_in(Call::Attach));
-  meet(in_call(Call::Attach));
+  const RankStatus::InCall inside(ranks_.status(), calls_->where_in(Call::Attach));
+  calls_->meet(calls_->in(Call::Attach));
   std::vector<Page*> overwritten = attacher_->attach(describe, watch);
   stepper_->trace_next();
   return overwritten;
@@ -238,12 +176,12 @@ void Runtime::finish_together(const std::function<void()>& work) {
 }
 
 void Runtime::release(const std::function<void()>& copy) {
-  const RankStatus::InCall inside(ranks_.status(), where_in(Call::Release));
-  meet(in_call(Call::Release));
+  const RankStatus::InCall inside(ranks_.status(), calls_->where_in(Call::Release));
+  calls_->meet(calls_->in(Call::Release));
   try {
     wait_for_updates();  // what early updates have computed was never seen, and is forgotten
     check_order();
-    require_same_writes("release()");
+    calls_->require_same_writes("release()");
     // Nobody forgets anything before all have what they need of it.
     all_or_none(ranks_.control(), copy);
     attacher_->detach();
@@ -282,8 +220,8 @@ void Runtime::end_backward() {
   reducer_->end();
 }
 
-void Runtime::backward_failed() {
-  early_->backward_fails();
+void Runtime::backward_failed(bool over) {
+  early_->backward_fails(over);
   reducer_->end();
 }
 
@@ -337,20 +275,20 @@ void Runtime::set_clip(double clip) {
 StepResult Runtime::step(const std::function<void(Page&)>& bumped) {
   check();
   check_raw_writes();
-  const RankStatus::InCall inside(ranks_.status(), where_in(Call::Step));
-  meet(in_call(Call::Step));
-  const StepResult result = stepper_->step(ranks_met_, false, bumped);
+  const RankStatus::InCall inside(ranks_.status(), calls_->where_in(Call::Step));
+  calls_->meet(calls_->in(Call::Step));
+  const StepResult result = stepper_->step(calls_->met(), false, bumped);
   stepper_->trace_next();
   return result;
 }
 
 void Runtime::join(const std::function<void(Page&)>& bumped) {
-  const RankStatus::InCall inside(ranks_.status(), where_in(Call::Join));
+  const RankStatus::InCall inside(ranks_.status(), calls_->where_in(Call::Join));
   for (;;) {
-    const Collective all = meet(in_call(Call::Join));
-    if (refused_by_any()) {  // the others' call, and theirs to act upon
+    const Collective all = calls_->meet(calls_->in(Call::Join));
+    if (calls_->refused_by_any()) {  // the others' call, and theirs to act upon
       try {
-        throw_refusal(nullptr);
+        calls_->throw_refusal(nullptr);
       } catch (const UserError&) {
         check();
       }
@@ -373,7 +311,7 @@ void Runtime::join(const std::function<void(Page&)>& bumped) {
       }
       default:  // step(), or all have joined: what came since the last step is used
         try {
-          stepper_->step(ranks_met_, true, bumped);
+          stepper_->step(calls_->met(), true, bumped);
         } catch (const StepRefused& refused) {  // the others' to act upon: they come back to it
           log::warn("engine", "a step of the others was refused", {{"cause", refused.message()}});
           break;
@@ -402,76 +340,8 @@ void Runtime::finish() {
 }
 
 void Runtime::barrier() {
-  const RankStatus::InCall inside(ranks_.status(), where_in(Call::Barrier));
-  meet(in_call(Call::Barrier));
-}
-
-void Runtime::begin_call(std::string label, const std::string& name, const std::string& argument) {
-  label_ = std::move(label);
-  Collective mine = in_call(Call::Barrier);
-  mine.label = label_;
-  in_their_call_.reset();  // the one before leaves first
-  in_their_call_ = std::make_unique<RankStatus::InCall>(ranks_.status(), mine.where());
-  meet(std::move(mine));
-  if (alone()) return;
-  try {
-    if (!name.empty()) {
-      Settings arguments;
-      arguments.add(name, argument);
-      arguments.require_equal(*ranks_.control());
-    }
-    require_same_writes(fmt::format("{}()", label_));
-  } catch (const UserError&) {  // on all ranks, or the engine has failed
-    in_their_call_.reset();
-    throw;
-  } catch (...) {
-    failure_.fail_and_throw();
-  }
-}
-
-void Runtime::begin_work(std::string label) {
-  check();
-  Collective mine = in_call(Call::Barrier);
-  mine.label = std::move(label);
-  in_their_call_.reset();  // the one before leaves first
-  in_their_call_ = std::make_unique<RankStatus::InCall>(ranks_.status(), mine.where());
-}
-
-void Runtime::end_work() {
-  in_their_call_.reset();
-}
-
-/// `call` would take one rank's view of a parameter out of the engine: what the others have not
-/// written must not be in it.
-void Runtime::require_same_writes(std::string_view call) {
-  if (alone()) return;
-  try {
-    if (!early_->in_window()) pager_->find_raw_writes();  // there step() finds or undoes them
-    const UserWrites writes(*pager_, model_->pages());
-    std::uint64_t any = writes.any() ? 1 : 0;
-    ranks_.control()->all_reduce_max({&any, 1});
-    if (any != 0) writes.require_same(*ranks_.control(), call);
-  } catch (const StepRefused&) {  // on all ranks
-    throw;
-  } catch (...) {
-    failure_.fail_and_throw();
-  }
-}
-
-void Runtime::end_call(const std::string& error) {
-  const auto inside = std::exchange(in_their_call_, nullptr);
-  Collective mine = in_call(Call::Barrier);
-  mine.label = label_;
-  meet(std::move(mine));
-  try {
-    all_or_none(ranks_.control(), [&] {
-      if (!error.empty()) throw UserError(error);
-    });
-  } catch (const NoneDid& stopped) {  // this rank's caller has its own error
-    if (error.empty()) std::rethrow_exception(stopped.error);
-  } catch (...) {
-    failure_.fail_and_throw();
-  }
+  const RankStatus::InCall inside(ranks_.status(), calls_->where_in(Call::Barrier));
+  calls_->meet(calls_->in(Call::Barrier));
 }
 
 /// A violation on a thread that could not throw it is thrown here.
@@ -481,8 +351,9 @@ void Runtime::check_order() const {
 
 double Runtime::grad_norm() {
   check();
-  const RankStatus::InCall inside(ranks_.status(), where_in(Call::GradNorm));
-  meet_unless_refused(in_call(Call::GradNorm), [&] { early_->require_gradients("grad_norm()"); });
+  const RankStatus::InCall inside(ranks_.status(), calls_->where_in(Call::GradNorm));
+  calls_->meet_unless_refused(calls_->in(Call::GradNorm),
+                              [&] { early_->require_gradients("grad_norm()"); });
   require_none_refused();
   return stepper_->norm();
 }
@@ -493,8 +364,9 @@ void Runtime::require_none_refused() const {
 
 void Runtime::zero_grad() {
   check();
-  const RankStatus::InCall inside(ranks_.status(), where_in(Call::ZeroGrad));
-  meet_unless_refused(in_call(Call::ZeroGrad), [&] { early_->require_no_window("zero_grad()"); });
+  const RankStatus::InCall inside(ranks_.status(), calls_->where_in(Call::ZeroGrad));
+  calls_->meet_unless_refused(calls_->in(Call::ZeroGrad),
+                              [&] { early_->require_no_window("zero_grad()"); });
   clear_gradients();
 }
 
@@ -511,11 +383,11 @@ void Runtime::read_gradient(const Page& page, std::span<float> to) {
   check();
   const TrainedPage* trained = this->trained(page);
   PAGODA_REQUIRE(trained != nullptr, "page '{}' is not trained: it has no gradient", page.name());
-  Collective mine = in_call(Call::Grad);
+  Collective mine = calls_->in(Call::Grad);
   mine.detail = fmt::format("'{}'", page.name());
   mine.value = trained->number;
   const RankStatus::InCall inside(ranks_.status(), mine.where());
-  meet_unless_refused(std::move(mine), [&] { early_->require_gradients("grad()"); });
+  calls_->meet_unless_refused(std::move(mine), [&] { early_->require_gradients("grad()"); });
   PAGODA_REQUIRE(trained->gradient,
                  "parameter '{}' is frozen, or was not thawed before the last backward(): "
                  "it has no gradient",

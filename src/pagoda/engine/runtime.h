@@ -14,6 +14,7 @@
 #include "pagoda/comm/world.h"
 #include "pagoda/engine/attached_model.h"
 #include "pagoda/engine/attacher.h"
+#include "pagoda/engine/calls.h"
 #include "pagoda/engine/collective.h"
 #include "pagoda/engine/config.h"
 #include "pagoda/engine/early_updates.h"
@@ -73,6 +74,8 @@ class Runtime {
   std::vector<pager::Page*> attach(const std::vector<pager::Page*>& pages,
                                    std::vector<TrainedSpec> trained, std::vector<Optimizer> groups,
                                    std::vector<FrozenSpec> frozen = {});
+  /// Whether there is a model.
+  bool attached() const noexcept { return !model_->empty(); }
   /// After an attach() that failed on all ranks, or a release(): does `work`, which throws nothing
   /// that another rank need not hear of, and returns when all ranks have.
   void finish_together(const std::function<void()>& work);
@@ -100,8 +103,9 @@ class Runtime {
   void begin_backward(bool last);
   void contribute(Contribution contribution);
   void end_backward();
-  /// The pass ended with an error: the gradients that came are a micro-batch.
-  void backward_failed();
+  /// The pass ended with an error: the gradients that came are a micro-batch. `over`: no others of
+  /// it can come; if none has, a single rank goes on as if the pass had not begun.
+  void backward_failed(bool over = true);
 
   /// What becomes of writes by raw pointers to a page that is held from now on, and what they do to
   /// the step: a UserError where they were undone.
@@ -121,12 +125,14 @@ class Runtime {
   /// last step(), all throw UserError, and it has not begun. What this rank met in it (empty:
   /// nothing) is thrown on all the others at its end; the engine lives.
   void begin_call(std::string label, const std::string& name = {},
-                  const std::string& argument = {});
-  void end_call(const std::string& error);
+                  const std::string& argument = {}) {
+    calls_->begin(std::move(label), name, argument);
+  }
+  void end_call(const std::string& error) { calls_->end(error); }
   /// Around what this rank does by itself, under the name `label`, while others may wait for it: it
   /// is not idle, however long that takes. Meets nobody.
-  void begin_work(std::string label);
-  void end_work();
+  void begin_work(std::string label) { calls_->begin_work(std::move(label)); }
+  void end_work() { calls_->end_work(); }
   /// Drops the gradients accumulated so far, on this rank; all ranks do it at the same point.
   void zero_grad();
 
@@ -174,21 +180,8 @@ class Runtime {
   void connect();
   void watch_others();
   void require_same_patience();
-  /// Begins a collective call: returns what all ranks do, when all gradients are added up.
-  Collective meet(Collective mine);
-  /// The same for a call that `may` refuses on some ranks, by a UserError: then all throw it, and
-  /// none has done anything.
-  void meet_unless_refused(Collective mine, const std::function<void()>& may);
-  /// Whether some rank has refused the call under way.
-  bool refused_by_any() const noexcept;
-  void throw_refusal(const std::exception_ptr& mine);
-  /// What this rank says when it makes the call. Not while attach() or release() changes the model.
-  Collective in_call(Call call) const;
-  /// "in step() 5": by any thread, at any time.
-  std::string where_in(Call call) const;
   void require_none_refused() const;
   void clear_gradients();
-  void require_same_writes(std::string_view call);
   void gather_gradient(const optim::TrainedPage& page, std::span<float> to);
   void wait_for_updates();
   void check_order() const;
@@ -215,14 +208,12 @@ class Runtime {
   std::unique_ptr<EarlyUpdates> early_;
   std::unique_ptr<FrozenParameters> frozen_;
   std::unique_ptr<AttachedModel> model_;
+  std::unique_ptr<Calls> calls_;
   std::unique_ptr<Reducer> reducer_;
   std::unique_ptr<Thawing> thawing_;
   std::unique_ptr<Attacher> attacher_;
   std::unique_ptr<Stepper> stepper_;
 
-  std::vector<Collective> ranks_met_;                  // in the call under way
-  std::string label_;                                  // of somebody else's call
-  std::unique_ptr<RankStatus::InCall> in_their_call_;  // or in begin_work()
   bool closed_ = false;
 
   const Failure::Closing closing_{failure_};  // last: nobody is told of a failure while these go

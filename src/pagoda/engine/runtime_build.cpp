@@ -58,7 +58,8 @@ void Runtime::build() {
   updates.moments =
       config_.moments == MomentType::Bf16 ? kernels::Dtype::BF16 : kernels::Dtype::F32;
   updates.chunk = align_up(config_.update_chunk / sizeof(float), pager::Sharding::kBlock);
-  updates.buffers = update_buffers(config_, device_->kind(), ranks());
+  updates.buffers =
+      UpdateBuffers(config_, device_->kind(), ranks()).count(tiers_->budget(Tier::Host).limit());
   updates.seed = config_.seed;
   updates.on_failure = on_failure;
   updater_ = std::make_unique<optim::Updater>(*pager_, *pool_, updates);
@@ -101,11 +102,14 @@ void Runtime::build() {
       [this](std::span<TrainedPage* const> pages) { thawing_->drop_homes(pages); },
       [this](TrainedPage& page) { updater_->add(page, rules_.at_attach(page)); }});
   model_ = std::make_unique<AttachedModel>(*frozen_);
+  calls_ = std::make_unique<Calls>(
+      Calls::Parts{owner_, rules_, ranks_, *pager_, *model_, *early_,
+                   [this](Collective mine) { return reducer_->meet(std::move(mine)); }});
   Reducer::Options rounds;
   rounds.bucket = config_.bucket;
   rounds.device_limit = tiers_->gradient_staging();
   rounds.on_failure = on_failure;
-  rounds.in_backward = [this] { return in_call(Call::Backward); };
+  rounds.in_backward = [this] { return calls_->in(Call::Backward); };
   reducer_ =
       std::make_unique<Reducer>(Reducer::Groups{ranks_.calls(), ranks_.gradients()}, *pager_,
                                 *gradients_, *updater_, *early_, *frozen_, std::move(rounds));
@@ -145,7 +149,7 @@ void Runtime::watch_others() {
     return pages.touches + pages.lookups + pages.device_to_host + reducer_->stats().contributions +
            updater_->stats().pages;
   };
-  watching.in_backward = [this] { return where_in(Call::Backward); };
+  watching.in_backward = [this] { return calls_->where_in(Call::Backward); };
   ranks_.watch(std::move(watching));
 }
 
@@ -154,7 +158,7 @@ void Runtime::require_same_patience() {
   Settings mine;
   for (const char* key : {"timeout", "heartbeat"}) mine.add(key, config_.get(key));
   try {
-    mine.require_equal(*ranks_.control());
+    ranks_.require_equal(mine);
   } catch (const Diverged&) {
     throw;
   } catch (...) {  // another rank was not made, and has said why

@@ -35,7 +35,7 @@ void StatePlacer::plan_states(const TrainedPage& page, Fit& fit) const {
 
 Fit StatePlacer::plan(const Pages& pages, std::span<const std::unique_ptr<TrainedPage>> trained,
                       Bytes buffers) const {
-  Fit fit(tiers_);
+  Fit fit(tiers_, buffers_);
   fit.need_buffers(buffers);
   fit.parameters.placement = pager_placement(config_.parameters);
   fit.gradients.placement = pager_placement(config_.gradients);
@@ -67,7 +67,7 @@ Fit StatePlacer::plan(const Pages& pages, std::span<const std::unique_ptr<Traine
 
 Fit StatePlacer::plan_thawed(const Pages& pages, std::span<TrainedPage* const> thawed,
                              Bytes buffers) const {
-  Fit fit(tiers_);
+  Fit fit(tiers_, buffers_);
   fit.whose = "gradients and optimizer";
   fit.need_buffers(buffers);
   fit.gradients.placement = pager_placement(config_.gradients);

@@ -9,6 +9,7 @@
 #include "pagoda/engine/config.h"
 #include "pagoda/engine/early_updates.h"
 #include "pagoda/engine/fit.h"
+#include "pagoda/engine/host_need.h"
 #include "pagoda/engine/rules.h"
 #include "pagoda/optim/updater.h"
 #include "pagoda/pager/pager.h"
@@ -29,6 +30,7 @@ class StatePlacer {
         pager_(pager),
         updater_(updater),
         rules_(rules),
+        buffers_(config, tiers_.device()->kind(), ranks),
         alone_(ranks == 1) {}
 
   /// A model as it is to be placed. `buffers`: host memory that its gradients take on their way.
@@ -66,6 +68,7 @@ class StatePlacer {
   pager::Pager& pager_;
   optim::Updater& updater_;
   const Rules& rules_;
+  const UpdateBuffers buffers_;
   const bool alone_;
 };
 

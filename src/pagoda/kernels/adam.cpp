@@ -4,13 +4,12 @@
 #include <cmath>
 
 #include "pagoda/kernels/dispatch.h"
-#include "pagoda/kernels/float_environment.h"
 #include "pagoda/kernels/shard_driver.h"
 
 namespace pagoda::kernels {
 namespace {
 
-/// In double, then rounded once. Not inlined: the arithmetic must stay behind the caller's
+/// In double, then rounded once. Not inlined: the arithmetic must stay behind step_with()'s
 /// DefaultFloatEnvironment, which the compiler does not know to depend on it.
 [[gnu::noinline]] AdamScalars scalars_of(const AdamConfig& c, const Step& step) {
   const bool l2 = c.decay == Decay::L2 && c.weight_decay != 0;
@@ -42,12 +41,7 @@ void check(const AdamConfig& c, const Step& step, const OptimizerShard& shard) {
 
 void adam_step(const AdamConfig& config, const Step& step, const OptimizerShard& shard, Isa isa) {
   check(config, step, shard);
-  const KernelTable& kernels = kernels_for(isa);
-  const DefaultFloatEnvironment environment;
-  const AdamScalars scalars = scalars_of(config, step);
-  with_rounding_keys(shard, step, [&](const OptimizerShard& part, RoundingKey key) {
-    kernels.adam(scalars, part, key);
-  });
+  step_with(scalars_of, kernels_for(isa).adam, config, step, shard);
 }
 
 void adam_step(const AdamConfig& config, const Step& step, const OptimizerShard& shard,

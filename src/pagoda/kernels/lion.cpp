@@ -2,7 +2,6 @@
 #include "pagoda/kernels/lion.h"
 
 #include "pagoda/kernels/dispatch.h"
-#include "pagoda/kernels/float_environment.h"
 #include "pagoda/kernels/shard_driver.h"
 
 namespace pagoda::kernels {
@@ -33,12 +32,7 @@ void check(const LionConfig& c, const Step& step, const OptimizerShard& shard) {
 
 void lion_step(const LionConfig& config, const Step& step, const OptimizerShard& shard, Isa isa) {
   check(config, step, shard);
-  const KernelTable& kernels = kernels_for(isa);
-  const DefaultFloatEnvironment environment;
-  const LionScalars scalars = scalars_of(config, step);
-  with_rounding_keys(shard, step, [&](const OptimizerShard& part, RoundingKey key) {
-    kernels.lion(scalars, part, key);
-  });
+  step_with(scalars_of, kernels_for(isa).lion, config, step, shard);
 }
 
 void lion_step(const LionConfig& config, const Step& step, const OptimizerShard& shard,

@@ -3,7 +3,6 @@
 
 #include "pagoda/base/error.h"
 #include "pagoda/kernels/dispatch.h"
-#include "pagoda/kernels/float_environment.h"
 #include "pagoda/kernels/shard_driver.h"
 
 namespace pagoda::kernels {
@@ -40,12 +39,7 @@ void check(const SgdConfig& c, const Step& step, const OptimizerShard& shard) {
 
 void sgd_step(const SgdConfig& config, const Step& step, const OptimizerShard& shard, Isa isa) {
   check(config, step, shard);
-  const KernelTable& kernels = kernels_for(isa);
-  const DefaultFloatEnvironment environment;
-  const SgdScalars scalars = scalars_of(config, step);
-  with_rounding_keys(shard, step, [&](const OptimizerShard& part, RoundingKey key) {
-    kernels.sgd(scalars, part, key);
-  });
+  step_with(scalars_of, kernels_for(isa).sgd, config, step, shard);
 }
 
 void sgd_step(const SgdConfig& config, const Step& step, const OptimizerShard& shard,

@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "pagoda/base/thread_pool.h"
+#include "pagoda/kernels/float_environment.h"
 #include "pagoda/kernels/optimizer_shard.h"
 #include "pagoda/kernels/rounding_counter.h"
 
@@ -41,6 +42,18 @@ void with_rounding_keys(const OptimizerShard& shard, const Step& step, Fn&& fn) 
     fn(shard.part(begin, end), rounding_key(step.seed, step.number, high));
     begin = end;
   }
+}
+
+/// A step on this thread, with what `scalars_of` makes of its configuration.
+template <class Config, class Scalars>
+void step_with(Scalars (*scalars_of)(const Config&, const Step&),
+               void (*kernel)(const Scalars&, const OptimizerShard&, RoundingKey),
+               const Config& config, const Step& step, const OptimizerShard& shard) {
+  const DefaultFloatEnvironment environment;
+  const Scalars scalars = scalars_of(config, step);
+  with_rounding_keys(shard, step, [&](const OptimizerShard& part, RoundingKey key) {
+    kernel(scalars, part, key);
+  });
 }
 
 /// fn(part) for pieces of the shard, on this thread and the pool's.

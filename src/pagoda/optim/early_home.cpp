@@ -3,11 +3,11 @@
 
 namespace pagoda::optim {
 
-const pager::Home* early_home(const TrainedPage& page, bool reversible, pager::Pager& pager) {
+pager::Home* early_home(TrainedPage& page, bool reversible, pager::Pager& pager) {
   if (page.updated.empty()) return &page.gradient;  // nothing is this rank's to write
   const bool over_gradient =
       !reversible && page.gradient_dtype == page.dtype && page.gradient_range == page.updated;
-  const pager::Home& next = page.next || !over_gradient ? page.next : page.gradient;
+  pager::Home& next = page.next || !over_gradient ? page.next : page.gradient;
   if (!next || (reversible && !page.spare)) return nullptr;
   return exchanges_home(page, next, pager) || pager.tiers().in_place(next) ? &next : nullptr;
 }

@@ -9,7 +9,7 @@ namespace pagoda::optim {
 
 /// Where an early update of the page leaves its parameters until step() ("Early updates" in
 /// docs/notes/lazy-updates.md); null: nowhere, so there is none. Any thread.
-const pager::Home* early_home(const TrainedPage& page, bool reversible, pager::Pager& pager);
+pager::Home* early_home(TrainedPage& page, bool reversible, pager::Pager& pager);
 
 /// Whether what is in `next` becomes the page's home by changing places with it. Any thread.
 bool exchanges_home(const TrainedPage& page, const pager::Home& next, pager::Pager& pager);

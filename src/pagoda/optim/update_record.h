@@ -17,13 +17,17 @@ namespace pagoda::optim {
 /// A trained page as the updater knows it. Guarded by the updater's lock, but for what is said to
 /// be the thread's.
 struct UpdateRecord {
-  /// What has become of the page's update. Early ones are those that begin before their step();
-  /// what they cost is in brackets.
+  /// What has become of the page's update. Early ones are those that begin before their step(); in
+  /// brackets what they take: `next`, and where they can be rolled back TrainedPage::spare.
   enum class Stage : std::uint8_t {
-    Idle,      ///< there is none
-    Waiting,   ///< in the queue: nothing has been computed
-    Running,   ///< chunks of it are under way
-    Computed,  ///< early: waits for step() [the gradient, or TrainedPage::next and ::spare]
+    Idle,          ///< there is none
+    Queued,        ///< step() has asked for it: nothing has been computed
+    Running,       ///< step() has asked for it: chunks are under way [the same, if it was early]
+    EarlyQueued,   ///< nothing has been computed, and step() has not come
+    EarlyRunning,  ///< chunks are under way, and step() has not come [next, spare]
+    RollingBack,   ///< chunks are under way, and the rest is left out [next, spare]
+    Computed,      ///< all is: waits for step() [next, spare]
+    Copying,       ///< step() has taken it: `next` goes to the page's home, in its turn [next]
   };
 
   /// Which elements of an update under way can be read before all of it is published.
@@ -37,18 +41,14 @@ struct UpdateRecord {
 
   TrainedPage* page;
   StateLayout layout;
-  Stage stage = Stage::Idle;
   std::uint64_t done = 0;               // updates this rank's shard has seen
   std::uint64_t target = 0;             // …must see
   std::size_t place = ~std::size_t{0};  // in the order to follow
   bool urgent = false;                  // somebody waits for it
-  // Of the update under way. The first two are fixed while chunks of it are.
-  bool early = false;        // writes parameters to `next`, which step() publishes
-  bool reversible = false;   // …and state to the spare
-  bool released = true;      // step() has asked for it
-  bool rolled_back = false;  // its rest is left out
-  bool copies = false;       // all is computed, and goes to the page's home
-  const pager::Home* next = nullptr;
+  /// Of the update under way, fixed while chunks of it are: where an early one leaves parameters
+  /// until step() publishes them (null: it writes to the page's home)…
+  pager::Home* next = nullptr;
+  bool reversible = false;  // …and whether its state goes to the spare
   std::shared_ptr<const StepScalars> step;
   std::uint64_t chunks_left = 0;  // the thread's
   std::uint64_t computed = 0;     // chunks of the update under way: the thread's
@@ -60,8 +60,24 @@ struct UpdateRecord {
   std::vector<pager::Range> asked;
   std::vector<pager::Range> made;  // the thread's, which writes it under the lock
 
+  Stage stage() const noexcept { return stage_; }
+  /// Changes the stage, as the table of docs/notes/lazy-updates.md says. With Idle and Queued the
+  /// update has no memory of its own.
+  void enter(Stage to);
+  /// Has begun, or may begin, before the step() that asks for it.
+  bool early() const noexcept {
+    return stage_ == Stage::Computed || stage_ == Stage::EarlyQueued || early_under_way();
+  }
+  /// …and the updater's thread is working on it.
+  bool early_under_way() const noexcept {
+    return stage_ == Stage::EarlyRunning || stage_ == Stage::RollingBack;
+  }
+
   std::uint64_t chunks() const noexcept { return layout.chunks(page->updated.size()); }
-  UpdateChunk::Written written() const noexcept { return {reversible, early ? next : nullptr}; }
+  UpdateChunk::Written written() const noexcept { return {reversible, next}; }
+
+ private:
+  Stage stage_ = Stage::Idle;
 };
 
 }  // namespace pagoda::optim

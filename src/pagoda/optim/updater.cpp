@@ -2,6 +2,7 @@
 #include "pagoda/optim/updater.h"
 
 #include <algorithm>
+#include <deque>
 #include <utility>
 
 #include "pagoda/base/error.h"
@@ -33,9 +34,7 @@ Updater::Updater(pager::Pager& pager, ThreadPool& pool, Options options)
                     "update_chunk must be a multiple of {} elements", pager::Sharding::kBlock);
   PAGODA_REQUIRE_GE(options_.buffers, 2U, "update_buffers must be at least 2");
   const Bytes bytes = UpdateChunk::buffer_bytes(options_.chunk);
-  const Bytes most = pager_.tiers().budget(Tier::Host).limit() / 8;
-  for (unsigned i = 0; i < options_.buffers && (i < kLeastBuffers || (i + 1) * bytes <= most);
-       ++i) {
+  for (unsigned i = 0; i < options_.buffers; ++i) {
     pager::HostBlock buffer;
     if (!pager_.tiers().all_in_place()) {
       buffer = pager_.tiers().host().allocate(bytes, pager::tag::kStaging, "update buffer");
@@ -118,7 +117,7 @@ std::optional<Updater::EarlyBytes> Updater::early_bytes(const TrainedPage& page,
   const UpdateRecord& record = *records_.at(page.page);
   // Of a page with several parameters, what an update leaves out would have to be copied.
   if (!page.one_parameter() || (reversible && !record.in_place)) return std::nullopt;
-  if (early_home(page, reversible, pager_) != nullptr) return EarlyBytes{};
+  if (early_home(*record.page, reversible, pager_) != nullptr) return EarlyBytes{};
   return EarlyBytes{reversible ? page.state.size() : 0,
                     page.updated.size() * page.page->element_size};
 }
@@ -140,9 +139,8 @@ void Updater::start(std::span<TrainedPage* const> order,
   const std::lock_guard lock(mutex_);
   for (TrainedPage* page : order) {
     UpdateRecord& record = *records_.at(page->page);
-    PAGODA_CHECK(record.stage == Stage::Idle, "a page has two pending updates (page {})",
-                 page->page->name());
     ++record.target;
+    record.enter(Stage::Queued);
     enqueue(record, scalars);
   }
   changed_.notify_all();
@@ -151,19 +149,17 @@ void Updater::start(std::span<TrainedPage* const> order,
 bool Updater::may_start_early(const TrainedPage& page, bool reversible) const {
   const std::lock_guard lock(mutex_);
   // The first update makes the master from the parameter, and reads what others only write.
-  return records_.at(page.page)->stage == Stage::Idle && !page.state_blank &&
-         page.one_parameter() && early_home(page, reversible, pager_) != nullptr;
+  const UpdateRecord& record = *records_.at(page.page);
+  return record.stage() == Stage::Idle && !page.state_blank && page.one_parameter() &&
+         early_home(*record.page, reversible, pager_) != nullptr;
 }
 
 void Updater::start_early(TrainedPage& page, std::shared_ptr<const StepScalars> scalars,
                           bool reversible) {
   const std::lock_guard lock(mutex_);
   UpdateRecord& record = *records_.at(page.page);
-  PAGODA_CHECK(record.stage == Stage::Idle, "a page has two pending updates (page {})",
-               page.page->name());
+  record.enter(Stage::EarlyQueued);
   enqueue(record, std::move(scalars));
-  record.early = true;
-  record.released = false;
   record.reversible = reversible;
   record.next = early_home(page, reversible, pager_);
   ++stats_.early;
@@ -172,23 +168,18 @@ void Updater::start_early(TrainedPage& page, std::shared_ptr<const StepScalars> 
 
 void Updater::enqueue(UpdateRecord& record, std::shared_ptr<const StepScalars> scalars) {
   record.step = std::move(scalars);
-  record.early = record.reversible = record.rolled_back = record.copies = false;
-  record.released = true;
-  record.next = nullptr;
   record.rows = Rows::Open;
   enqueue(record);
 }
 
 void Updater::enqueue(UpdateRecord& record) {
-  record.stage = Stage::Waiting;
   queue_.add(record);
   ++pending_;
 }
 
 bool Updater::early(const TrainedPage& page) const {
   const std::lock_guard lock(mutex_);
-  const UpdateRecord& record = *records_.at(page.page);
-  return record.stage != Stage::Idle && !record.released;
+  return records_.at(page.page)->early();
 }
 
 void Updater::release(std::span<TrainedPage* const> pages) {
@@ -197,58 +188,22 @@ void Updater::release(std::span<TrainedPage* const> pages) {
     const std::lock_guard lock(mutex_);
     for (const TrainedPage* page : pages) {
       UpdateRecord& record = *records_.at(page->page);
-      PAGODA_CHECK(record.stage != Stage::Idle && !record.released,
-                   "no early update of page {} has begun", page->page->name());
+      PAGODA_CHECK(record.early(), "no early update of page {} has begun", page->page->name());
       ++record.target;
-      record.released = true;
-      if (record.stage == Stage::Waiting) {  // an ordinary one
-        record.early = record.reversible = false;
-      } else if (record.stage == Stage::Computed &&
-                 exchanges_home(*record.page, *record.next, pager_)) {
+      if (record.stage() == Stage::EarlyQueued) {
+        record.enter(Stage::Queued);
+      } else if (record.stage() == Stage::EarlyRunning) {
+        record.enter(Stage::Running);
+      } else if (exchanges_home(*record.page, *record.next, pager_)) {
         complete.push_back(&record);
-      } else if (record.stage == Stage::Computed) {
-        record.copies = true;
+      } else {
+        record.enter(Stage::Copying);
         enqueue(record);
       }
     }
     changed_.notify_all();
   }
   for (UpdateRecord* record : complete) publish(*record);
-}
-
-void Updater::roll_back(std::span<TrainedPage* const> pages) {
-  std::unique_lock lock(mutex_);
-  for (const TrainedPage* page : pages) {
-    UpdateRecord& record = *records_.at(page->page);
-    PAGODA_CHECK(!record.released && (record.reversible || record.stage == Stage::Waiting),
-                 "an update cannot be rolled back (page {})", page->page->name());
-    ++stats_.rolled_back;
-    if (record.stage == Stage::Running) {
-      record.rolled_back = true;
-      continue;
-    }
-    if (record.stage == Stage::Waiting) {
-      queue_.remove(record);
-      --pending_;
-    }
-    record.stage = Stage::Idle;
-  }
-  changed_.notify_all();
-  for (const TrainedPage* page : pages) {
-    const UpdateRecord& record = *records_.at(page->page);
-    changed_.wait(lock, [&] { return record.stage == Stage::Idle || error_ != nullptr; });
-  }
-  if (error_ != nullptr) std::rethrow_exception(error_);
-  lock.unlock();
-  for (const TrainedPage* page : pages) pager_.withdraw_next(*page->page);
-}
-
-void Updater::follow(std::span<TrainedPage* const> order) {
-  const std::lock_guard lock(mutex_);
-  for (auto& [page, record] : records_) record->place = ~std::size_t{0};
-  std::size_t place = 0;
-  for (const TrainedPage* page : order) records_.at(page->page)->place = place++;
-  queue_.sort();
 }
 
 /// Somebody waits on the record: it stays meanwhile, whatever happens to the map. Made and dropped
@@ -263,17 +218,61 @@ class Updater::Waiter {
   ~Waiter() {
     if (--record_.waiting == 0) changed_.notify_all();
   }
+  const UpdateRecord* operator->() const noexcept { return &record_; }
 
  private:
   UpdateRecord& record_;
   Condition& changed_;
 };
 
+void Updater::roll_back(std::span<TrainedPage* const> pages) {
+  std::unique_lock lock(mutex_);
+  std::deque<Waiter> waiters;
+  for (const TrainedPage* page : pages) {
+    UpdateRecord& record = *records_.at(page->page);
+    PAGODA_CHECK(record.early(), "step() has asked for an update that is rolled back (page {})",
+                 page->page->name());
+    ++stats_.rolled_back;
+    if (record.stage() == Stage::EarlyQueued) {
+      queue_.remove(record);
+      --pending_;
+      record.enter(Stage::Idle);
+      continue;
+    }
+    PAGODA_CHECK(record.reversible, "an update cannot be rolled back (page {})",
+                 page->page->name());
+    record.enter(record.stage() == Stage::EarlyRunning ? Stage::RollingBack : Stage::Idle);
+    waiters.emplace_back(record, changed_);
+  }
+  changed_.notify_all();
+  for (const Waiter& waiter : waiters) {
+    changed_.wait(lock, [&] { return waiter->stage() == Stage::Idle || error_ != nullptr; });
+  }
+  waiters.clear();
+  if (error_ != nullptr) std::rethrow_exception(error_);
+  lock.unlock();
+  for (const TrainedPage* page : pages) pager_.withdraw_next(*page->page);
+}
+
+void Updater::follow(std::span<TrainedPage* const> order) {
+  const std::lock_guard lock(mutex_);
+  for (auto& [page, record] : records_) record->place = ~std::size_t{0};
+  std::size_t place = 0;
+  for (const TrainedPage* page : order) records_.at(page->page)->place = place++;
+  queue_.sort();
+}
+
 void Updater::wait_for_update(pager::Page& page) {
   {
     std::unique_lock lock(mutex_);
     const auto found = records_.find(&page);
-    PAGODA_CHECK(found != records_.end(), "page {} has a pending update and no state", page.name());
+    if (found == records_.end()) {  // applied, and its model released, since the caller looked
+      lock.unlock();
+      const pager::PageSnapshot now = pager_.look(page);
+      PAGODA_CHECK(now.version >= now.wanted, "page {} has a pending update and no state",
+                   page.name());
+      return;
+    }
     UpdateRecord& record = *found->second;
     const Waiter waiter(record, changed_);
     queue_.bring_forward(record);
@@ -289,10 +288,10 @@ void Updater::wait_for_early(const TrainedPage& page) {
   std::unique_lock lock(mutex_);
   UpdateRecord& record = *records_.at(page.page);
   const Waiter waiter(record, changed_);
-  if (!record.released) queue_.bring_forward(record);
+  if (record.early()) queue_.bring_forward(record);
   changed_.wait(lock, [&] {
-    const bool begun = record.stage == Stage::Waiting || record.stage == Stage::Running;
-    return !begun || record.released || error_ != nullptr || stopping_;
+    const bool computing = record.stage() == Stage::EarlyQueued || record.early_under_way();
+    return !computing || error_ != nullptr || stopping_;
   });
   if (error_ != nullptr) std::rethrow_exception(error_);
 }
@@ -307,13 +306,15 @@ bool Updater::can_wait_for_rows(const pager::Page& page, std::uint64_t wanted) {
 
 const std::byte* Updater::wait_for_rows(pager::Page& page, std::span<const pager::Range> rows) {
   std::unique_lock lock(mutex_);
-  UpdateRecord& record = *records_.at(&page);
+  const auto found = records_.find(&page);
+  if (found == records_.end()) return pager::Pager::home(page).data();  // applied, and released
+  UpdateRecord& record = *found->second;
   const Waiter waiter(record, changed_);
   const std::uint64_t target = record.target;
   // An early update that step() has found under way leaves them where home will be.
   const auto where = [&] {
-    return record.done < target && record.early ? record.next->data()
-                                                : pager::Pager::home(page).data();
+    return record.done < target && record.next != nullptr ? record.next->data()
+                                                          : pager::Pager::home(page).data();
   };
   if (record.done >= target || record.rows == Rows::All || rows.empty()) return where();
   // Others of it may have gone first already, and once is enough: then the rest comes next.

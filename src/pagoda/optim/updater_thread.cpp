@@ -99,8 +99,9 @@ void Updater::fill_slots(RankedLock<LockRank::Updater>& lock) {
       if (queue_.empty()) break;
       current_ = &queue_.take();
       next_chunk_ = 0;
-      current_->stage = Stage::Running;
-      current_->chunks_left = current_->copies ? 0 : current_->chunks();
+      const bool copies = current_->stage() == Stage::Copying;
+      if (!copies) current_->enter(current_->early() ? Stage::EarlyRunning : Stage::Running);
+      current_->chunks_left = copies ? 0 : current_->chunks();
       if (current_->chunks_left == 0) {  // nothing of it is this rank's, or all is computed
         lock.unlock();
         page_done(*std::exchange(current_, nullptr));
@@ -134,7 +135,7 @@ void Updater::compute(UpdateSlot& slot) {
   const pager::Range elements = slot.chunk.elements();
   {
     const std::lock_guard lock(mutex_);
-    if (record.rolled_back) return;
+    if (record.stage() == Stage::RollingBack) return;
   }
   PAGODA_TRACE("optim", "update", {"page", record.page->page->name()},
                {"elements", elements.size()});
@@ -208,10 +209,10 @@ void Updater::page_done(UpdateRecord& record) {
     record.made.clear();
     std::erase(asked_, &record);
     changed_.notify_all();
-    if (!record.released) {
-      record.stage = record.rolled_back ? Stage::Idle : Stage::Computed;
-      if (record.stage == Stage::Computed &&
-          record.page->updated.size() == record.page->page->elements) {
+    if (record.early_under_way()) {
+      const bool computed = record.stage() == Stage::EarlyRunning;
+      record.enter(computed ? Stage::Computed : Stage::Idle);
+      if (computed && record.page->updated.size() == record.page->page->elements) {
         pager_.offer_next(*record.page->page, *record.next);
       }
       --pending_;
@@ -219,7 +220,7 @@ void Updater::page_done(UpdateRecord& record) {
       return;
     }
   }
-  if (record.early && !exchanges_home(*record.page, *record.next, pager_)) {
+  if (record.next != nullptr && !exchanges_home(*record.page, *record.next, pager_)) {
     naming_page(*record.page,
                 [&] { copy_parameters(pager_.tiers(), *record.page, *record.next, pool_); });
   }
@@ -236,15 +237,15 @@ void Updater::publish(UpdateRecord& record) {
   Finished finished;
   {
     const std::lock_guard lock(mutex_);
-    if (record.early && exchanges_home(page, *record.next, pager_)) {
-      pager_.exchange_home(*page.page, const_cast<pager::Home&>(*record.next));
+    if (record.next != nullptr && exchanges_home(page, *record.next, pager_)) {
+      pager_.exchange_home(*page.page, *record.next);
     }
     if (record.reversible) std::swap(page.state, page.spare);
     for (TrainedParameter& parameter : page.parameters) {
       if (parameter.used) ++parameter.updates;
       parameter.used = false;
     }
-    record.stage = Stage::Idle;
+    record.enter(Stage::Idle);
     version = ++record.done;
     finished = finished_;
     ++stats_.pages;

@@ -11,35 +11,34 @@ namespace pagoda::pager {
 
 void Bindings::bind(PageRecord& page, const Lock& lock) noexcept {
   if (denied_now(page)) return;
-  if (!page.bound) {
-    bind_to(page, page.device_block().data(), lock);
-  } else if (page.shut) {
+  if (page.exposure == Exposure::Shut) {
     page.binding->open();
-    page.shut = false;
+    page.exposure = Exposure::Pointer;
+  } else {
+    bind_to(page, page.device_block().data(), lock);
   }
 }
 
 void Bindings::unpinned(PageRecord& page, const Lock& lock) noexcept {
-  if (!page.bound || page.shut || page.binding == nullptr) return;
+  if (page.exposure != Exposure::Pointer || page.binding == nullptr) return;
   if (denied_now(page)) return unbind(page, lock);  // an operator inside the one that is denied
   if (page.pins > 0 || page.fixed) return;
   if (!page.usual_message || !denials_.empty())
     return unbind(page, lock);  // it says something else
   page.binding->shut();
-  page.shut = true;
+  page.exposure = Exposure::Shut;
 }
 
 void Bindings::bind_to(PageRecord& page, std::byte* data, const Lock& /*lock*/) noexcept {
-  if (page.bound || page.binding == nullptr) return;
+  if (page.exposure != Exposure::None || page.binding == nullptr) return;
   page.binding->bind(data);
-  page.bound = true;
+  page.exposure = Exposure::Pointer;
 }
 
 /// Where the engine has failed an access says why: an operator whose touch threw may be on its way
 /// to it, while a fetch of the same page fails as well.
 void Bindings::unbind(PageRecord& page, const Lock& /*lock*/) {
-  const bool was_bound = std::exchange(page.bound, false);
-  page.shut = false;
+  const bool was_bound = std::exchange(page.exposure, Exposure::None) != Exposure::None;
   if (page.binding == nullptr) return;
   if (page.usual_message && denials_.empty() && refused_.empty()) {
     // The text stays as it is: user code may be reading it, on a thread that knows no lock.
@@ -70,7 +69,7 @@ std::string Bindings::message(const PageRecord& page) const {
 
 void Bindings::changed(PageRecord& page, const Lock& lock) {
   page.usual_message = false;
-  if (!page.bound || page.shut) unbind(page, lock);
+  if (page.exposure != Exposure::Pointer) unbind(page, lock);
 }
 
 /// This thread's latest one of the page; null: there is none.
@@ -108,8 +107,7 @@ void Bindings::deny(std::span<const Access> accesses, const std::string& why,
     if (page.binding == nullptr) continue;
     if (Denial* denial = mine(page)) denial->in_force = true;
     page.binding->unbind(why);
-    page.bound = false;
-    page.shut = false;
+    page.exposure = Exposure::None;
     page.usual_message = false;
   }
 }
@@ -119,7 +117,7 @@ void Bindings::allow(std::span<const Access> accesses, const Lock& lock) noexcep
     PageRecord& page = record_of(*access.page);
     if (const Denial* denial = mine(page))
       denials_.erase(denials_.begin() + (denial - &denials_[0]));
-    if ((page.bound && !page.shut) || page.binding == nullptr) continue;
+    if (page.exposure == Exposure::Pointer || page.binding == nullptr) continue;
     if (page.pins > 0 && page.residency == Residency::Resident && !denied_now(page)) {
       bind(page, lock);
     } else {

@@ -22,12 +22,12 @@ void Holds::add(PageRecord& page, bool write, RawWrites writes, Lock& lock) {
       (void)note_write(page, lock);  // by pointers of the holds before
     }
   } catch (...) {
-    if (page.holds == 0) page.held_copy = {};
+    if (page.holds == 0) page.held.copy = {};
     throw;
   }
-  if (page.holds == 0) page.held_writes = writes;
+  if (page.holds == 0) page.held.writes = writes;
   ++page.holds;
-  page.held_for_write = page.held_for_write || write;
+  page.held.for_write = page.held.for_write || write;
 }
 
 void Holds::remove(PageRecord& page, Lock& lock) noexcept {
@@ -41,9 +41,9 @@ void Holds::remove(PageRecord& page, Lock& lock) noexcept {
   --page.holds;
   table_.note_change(lock);
   if (page.holds == 0) {
-    page.held_for_write = false;
-    page.held_writes = RawWrites::Count;
-    page.held_copy = {};
+    page.held.for_write = false;
+    page.held.writes = RawWrites::Count;
+    page.held.copy = {};
     if (!page.dirty()) page.before = {};
   }
   table_.unpin(page, lock);
@@ -66,13 +66,13 @@ void Holds::copy_bytes(PageRecord& page, Lock& lock) {
   if (arrived != nullptr) arrived->wait();
   tiers_.write(copy, 0, {page.device_block().data(), page.bytes()});
   lock.lock();
-  if (page.holds == 0) page.held_copy = std::move(copy);
+  if (page.holds == 0) page.held.copy = std::move(copy);
 }
 
 void Holds::keep(PageRecord& page, Lock& lock) {
   if (tiers_.device_is_host()) {
-    page.held_sum = io::checksum({page.device_block().data(), page.bytes()});
-  } else if (!page.held_for_write) {
+    page.held.sum = io::checksum({page.device_block().data(), page.bytes()});
+  } else if (!page.held.for_write) {
     return;
   }
   if (!page.dirty()) page.before = {};
@@ -82,7 +82,7 @@ void Holds::keep(PageRecord& page, Lock& lock) {
 /// False: the copy, which lies on disk where the host had no room, cannot be read. That is waited
 /// for without the lock: the page is pinned.
 bool Holds::put_back(PageRecord& page, Lock& lock) noexcept {
-  Home copy = std::exchange(page.held_copy, {});
+  Home copy = std::exchange(page.held.copy, {});
   lock.unlock();
   bool done = true;
   try {
@@ -93,30 +93,30 @@ bool Holds::put_back(PageRecord& page, Lock& lock) noexcept {
     done = false;
   }
   lock.lock();
-  page.held_copy = std::move(copy);
+  page.held.copy = std::move(copy);
   return done;
 }
 
 /// Whether the resident copy has bytes that must not be seen.
 bool Holds::note_write(PageRecord& page, Lock& lock) {
   if (page.spoiled()) return true;
-  bool written = page.held_for_write;
+  bool written = page.held.for_write;
   if (tiers_.device_is_host()) {
     const std::span bytes(page.device_block().data(), page.bytes());
     const std::uint64_t sum = io::checksum(bytes);
-    if (sum != page.held_sum && page.held_writes != RawWrites::Count &&
+    if (sum != page.held.sum && page.held.writes != RawWrites::Count &&
         std::find(reported_.begin(), reported_.end(), page.name()) == reported_.end()) {
       reported_.push_back(page.name());
     }
-    if (sum != page.held_sum && page.held_writes == RawWrites::Refuse) {
-      if (!page.held_copy) return true;
+    if (sum != page.held.sum && page.held.writes == RawWrites::Refuse) {
+      if (!page.held.copy) return true;
       if (put_back(page, lock)) return false;
     }
-    written = written || sum != page.held_sum;
-    page.held_sum = sum;
+    written = written || sum != page.held.sum;
+    page.held.sum = sum;
   }
   if (written) page.contents = Contents::Dirty;
-  if (page.held_for_write) {  // by kernels that may not have run yet
+  if (page.held.for_write) {  // by kernels that may not have run yet
     std::vector<device::Mark> taken;
     page.device_block().mark_users(taken);
   }
@@ -146,14 +146,14 @@ void Holds::for_each_held(Lock& lock, const Visit& visit) {
 void Holds::find_writes(Lock& lock) {
   for_each_held(lock, [&](PageRecord& page) {
     (void)note_write(page, lock);
-    page.held_writes = RawWrites::Count;  // the step has begun
-    page.held_copy = {};
+    page.held.writes = RawWrites::Count;  // the step has begun
+    page.held.copy = {};
   });
 }
 
 std::vector<std::string> Holds::take_reported(Lock& lock) {
   for_each_held(lock, [&](PageRecord& page) {
-    if (page.held_writes != RawWrites::Count) (void)note_write(page, lock);
+    if (page.held.writes != RawWrites::Count) (void)note_write(page, lock);
   });
   return std::exchange(reported_, {});
 }

@@ -62,6 +62,14 @@ void wait(PageRecord& page, PageTable::Lock& lock) {
   if (error != nullptr) std::rethrow_exception(error);
 }
 
+void wait_for_earlier(PageRecord& page, PageTable::Lock& lock) noexcept {
+  const std::vector<device::Mark> marks = std::exchange(page.reading, {});
+  if (std::all_of(marks.begin(), marks.end(), passed)) return;
+  lock.unlock();
+  for (const device::Mark& mark : marks) wait_quietly(mark);
+  lock.lock();
+}
+
 void wait_ignoring_errors(PageRecord& page, PageTable::Lock& lock) noexcept {
   try {
     wait(page, lock);

@@ -16,7 +16,9 @@ bool any(const PageRecord& page, const PageTable::Lock& lock) noexcept;
 /// Returns when they have; throws if the copy of the page that is there has failed. The lock is
 /// open meanwhile.
 void wait(PageRecord& page, PageTable::Lock& lock);
-/// The same for a page that goes: nobody needs its copy any more.
+/// The same, but not for the copy of the page that is there.
+void wait_for_earlier(PageRecord& page, PageTable::Lock& lock) noexcept;
+/// As wait(), for a page that goes: nobody needs its copy any more.
 void wait_ignoring_errors(PageRecord& page, PageTable::Lock& lock) noexcept;
 
 }  // namespace pagoda::pager::home_reads

@@ -45,14 +45,12 @@ void Homes::mark_users(const PageRecord& page) {
   page.device_block().mark_users(taken);
 }
 
-device::Stream& Homes::wait_for_users(const PageRecord& page) {
+device::Stream& Homes::stream_behind_users(const PageRecord& page) {
   mark_users(page);
   page.device_block().wait_for_users(*stream_);
   return *stream_;
 }
 
-/// The stream, or the host, goes on when all is there that was written to the resident copy: by the
-/// copy that brought it, by operators, and by kernels under a pin.
 void Homes::wait_for_writes(const PageRecord& page, device::Stream* stream) {
   std::array<std::shared_ptr<device::Event>, 2> events;
   {

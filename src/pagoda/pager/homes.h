@@ -44,9 +44,12 @@ class Homes {
   /// A fixed page is written in place: masters can only follow if what it held is kept. The page is
   /// pinned; the lock is open meanwhile.
   void keep_before(PageRecord& page, Lock& lock);
+  /// The stream, or the host where that is null, goes on when all is there that was written to the
+  /// resident copy: by the copy that brought it, by operators, and by kernels under a pin.
+  void wait_for_writes(const PageRecord& page, device::Stream* stream);
   /// The stream of copy_in(), which goes on when those are done that use the resident copy, which
   /// is pinned.
-  device::Stream& wait_for_users(const PageRecord& page);
+  device::Stream& stream_behind_users(const PageRecord& page);
   /// The resident copy, which is pinned for that stream, becomes what is at `bytes` in device
   /// memory.
   void copy_in(PageRecord& page, const std::byte* bytes);
@@ -65,7 +68,6 @@ class Homes {
 
  private:
   static void mark_users(const PageRecord& page);
-  void wait_for_writes(const PageRecord& page, device::Stream* stream);
   void store(PageRecord& page, const std::byte* from);
   void update_masters_of_fixed(PageRecord& page, const Home& kept_before);
   void update_masters(PageRecord& page, Range shard, Range written, const std::byte* after);

@@ -18,6 +18,23 @@
 
 namespace pagoda::pager {
 
+/// What the storage of a page shows to whoever uses its pointer.
+enum class Exposure : std::uint8_t {
+  None,    ///< no bytes: it throws
+  Shut,    ///< it points at them and throws all the same, for no operator runs on the page
+  Pointer  ///< the bytes
+};
+
+/// What is known of a page that user code holds, to find what it writes by raw pointers.
+struct Held {
+  bool for_write = false;  // by kernels: the host cannot find out by itself
+  RawWrites writes = RawWrites::Count;
+  /// Of the bytes, where the host can read them.
+  std::uint64_t sum = 0;
+  /// …and they themselves, where such writes are refused.
+  Home copy;
+};
+
 /// A page with all that changes of it, guarded by the lock of its PageTable. What every touch and
 /// every look ahead needs lies together: with thousands of pages, each cache line costs.
 struct alignas(64) PageRecord final : Page {
@@ -33,8 +50,9 @@ struct alignas(64) PageRecord final : Page {
   bool superseded = false;
   /// Home and resident copy are one: the page lives on the device and never leaves.
   bool fixed = false;
-  bool bound = false;          // its storage points at the bytes
-  bool shut = false;           // …and throws all the same: no operator runs on it
+  /// …and a CUDA graph has its address, which replays without a touch.
+  bool captured = false;
+  Exposure exposure = Exposure::None;
   bool usual_message = false;  // its storage throws how to read it, and no other error
   bool prefetched = false;     // came by prefetch and was not used yet
   bool spare = false;          // counted among the bytes that may be evicted
@@ -54,10 +72,7 @@ struct alignas(64) PageRecord final : Page {
   bool attached = false;         // gradients and state refer to it: it stays until they go
   /// Other ranks read `home`: a shard, which of a small page may be all of it.
   bool shared = false;
-  bool held_for_write = false;  // and the host cannot find out by itself
-  bool user_wrote = false;      // since Pager::forget_user_writes()
-  /// While it is held: what becomes of writes by raw pointers.
-  RawWrites held_writes = RawWrites::Count;
+  bool user_wrote = false;  // since Pager::forget_user_writes()
   Binding* binding = nullptr;
   std::exception_ptr fetch_error;
   device::Mark ready;
@@ -75,10 +90,7 @@ struct alignas(64) PageRecord final : Page {
   /// What a fixed page held when user code began to write to it, until masters have followed.
   Home before;
   std::uint64_t resident_version = 0;  // or kNoVersion
-  /// Of its bytes while it is held, where the host can read them: finds writes by raw pointers.
-  std::uint64_t held_sum = 0;
-  /// …and the bytes themselves, where such writes are refused.
-  Home held_copy;
+  Held held;
   device::Mark written;  // behind the last operator on a stream that wrote it
   /// Behind what streams have been given that reads home, beside the copy that `ready` is behind:
   /// lookups, and copies to where the page has been dropped from since.

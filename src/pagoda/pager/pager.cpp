@@ -74,7 +74,7 @@ Pager::~Pager() {
   });
   for (PageRecord* page : parts_->table.pages(lock)) {
     if (page == nullptr) continue;
-    if (page->bound) parts_->bindings.unbind(*page, lock);
+    if (page->exposure != Exposure::None) parts_->bindings.unbind(*page, lock);
     home_reads::wait_ignoring_errors(*page, lock);
   }
 }
@@ -129,7 +129,7 @@ void Pager::set_binding(Page& page, Binding* binding) {
     record.dead = false;
   }
   record.binding = binding;
-  record.bound = false;
+  record.exposure = Exposure::None;
   parts_->bindings.changed(record, lock);
 }
 
@@ -242,6 +242,30 @@ Bytes Pager::needed(std::span<const Access> accesses) const {
   return sum;
 }
 
+bool Pager::has_room_beside(const Page& page) const {
+  const PageRecord& one = record_of(page);
+  const Lock lock = parts_->table.lock();
+  const device::ArenaStats arena = tiers_.arena().stats();
+  Bytes lasting = arena.used;  // by what does not go for others
+  const auto stays = [](const PageRecord& record) { return record.fixed || record.holds > 0; };
+  for (const PageRecord* record : parts_->table.pages(lock)) {
+    if (record == nullptr || stays(*record) || !record->block) continue;
+    lasting -= std::min(lasting, Tiers::device_bytes(record->bytes()));
+  }
+  const Bytes bytes = Tiers::device_bytes(page.bytes());
+  return lasting + (stays(one) ? bytes : 2 * bytes) <= arena.capacity;
+}
+
+bool Pager::is_unused(const Page& page) const {
+  const PageRecord& record = record_of(page);
+  const Lock lock = parts_->table.lock();
+  return record.pins == 0 && !parts_->bindings.is_denied(record, lock);
+}
+
+void Pager::wait_for_writes(const Page& page) {
+  parts_->homes.wait_for_writes(record_of(page), nullptr);
+}
+
 void Pager::deny(std::span<const Access> accesses, const std::string& why) noexcept {
   Lock lock = parts_->table.lock();
   parts_->bindings.announce_denial(accesses, why, lock);
@@ -352,7 +376,7 @@ void Pager::overwrite(Page& page, const std::byte* bytes) {
   const Access read{&page, false};
   const Pin there = touch({&read, 1}, 0, nullptr);
   const Access write{&page, true};
-  const Pin pin = touch({&write, 1}, 0, &parts_->homes.wait_for_users(record_of(page)));
+  const Pin pin = touch({&write, 1}, 0, &parts_->homes.stream_behind_users(record_of(page)));
   parts_->homes.copy_in(record_of(page), bytes);
 }
 
@@ -472,12 +496,6 @@ PageSnapshot Pager::look(const Page& page) const {
   return {record.residency,  record.contents, record.fixed,  record.home.tier(),
           record.home_range, record.version,  record.wanted, record.pins,
           record.holds,      record.readers,  record.lookups};
-}
-
-Page* Pager::find(PageId id) const {
-  const Lock lock = parts_->table.lock();
-  const auto pages = parts_->table.pages(lock);
-  return id < pages.size() ? pages[id] : nullptr;
 }
 
 std::vector<std::size_t> Pager::next_uses(std::span<Page* const> pages) const {

@@ -99,6 +99,13 @@ class Pager {
 
   /// Bytes of the arena that a touch of these pages takes, beside those that live there.
   Bytes needed(std::span<const Access> accesses) const;
+  /// Whether a page of the same size can be brought in beside this one, now that so many pages are
+  /// held or live on the device.
+  bool has_room_beside(const Page& page) const;
+  /// Whether nobody has the page, or is denied it: drop() would not wait for operators.
+  bool is_unused(const Page& page) const;
+  /// Returns when all that was written to the resident copy of this page is there. Pinned.
+  void wait_for_writes(const Page& page);
   /// After touch() threw: the storages of these pages throw `why` when the operator asks them for
   /// its bytes, until allow(). Returns when no operator of another thread runs on them; those that
   /// want to wait.
@@ -194,8 +201,6 @@ class Pager {
   Tiers& tiers() noexcept { return tiers_; }
   PagerStats stats() const;
   PageSnapshot look(const Page& page) const;
-  /// The page, or null where it has gone; it may go when its storage dies.
-  Page* find(PageId id) const;
   /// Touches until the next expected use of each.
   std::vector<std::size_t> next_uses(std::span<Page* const> pages) const;
 

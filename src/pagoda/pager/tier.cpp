@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "pagoda/pager/tier.h"
 
-#include "pagoda/base/error.h"
-
 namespace pagoda::pager {
 
 std::string_view name(Tier tier) noexcept {
@@ -29,15 +27,6 @@ std::string_view name(Placement placement) noexcept {
       return "auto";
   }
   return "?";
-}
-
-Placement parse_placement(std::string_view word) {
-  for (const Placement placement :
-       {Placement::Device, Placement::Host, Placement::Nvme, Placement::Auto}) {
-    if (word == name(placement)) return placement;
-  }
-  throw UserError(
-      fmt::format("'{}' is not a placement: expected device, host, nvme or auto", word));
 }
 
 }  // namespace pagoda::pager

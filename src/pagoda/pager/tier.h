@@ -21,7 +21,5 @@ enum class Placement : std::uint8_t {
 std::string_view name(Tier tier) noexcept;
 /// "device", "host", "nvme" or "auto".
 std::string_view name(Placement placement) noexcept;
-/// The reverse; anything else is a UserError that lists the words.
-Placement parse_placement(std::string_view word);
 
 }  // namespace pagoda::pager

@@ -21,10 +21,12 @@ std::string why_not_reserved(const Tiers::Options& options, const EngineError& e
   const auto limit = tightest_memory_limit();
   if (dynamic_cast<const OutOfMemory*>(&error) != nullptr && limit &&
       options.device_budget > limit->left()) {
-    return fmt::format(
-        "device_budget = {} cannot be reserved: {}; raise the limit, or set device_budget to less "
-        "than the {} that are left",
-        format_bytes(options.device_budget), limit->describe(), format_bytes(limit->left()));
+    return fmt::format("device_budget = {} cannot be reserved: {}; raise the limit{}",
+                       format_bytes(options.device_budget), limit->describe(),
+                       limit->left() == 0
+                           ? ""
+                           : fmt::format(", or set device_budget to less than the {} that are left",
+                                         format_bytes(limit->left())));
   }
   const device::MemoryInfo memory = options.device->memory_info();
   return fmt::format(

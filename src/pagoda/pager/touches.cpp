@@ -85,7 +85,7 @@ void Touches::touch(std::span<const Access> accesses, std::uint8_t mode, device:
   const bool captured = consumer != nullptr && consumer->capturing();
   Lock lock = table_.lock();
   drop_dead_pages(lock);
-  if (captured) return touch_held(accesses, lock);
+  if (captured) return touch_captured(accesses, lock);
   bool writes = homes_.pending_updates(lock) != nullptr &&
                 std::any_of(accesses.begin(), accesses.end(),
                             [](const Access& access) { return access.write; });
@@ -139,27 +139,31 @@ void Touches::note_stall(Nanos& of, Nanos wait, const Lock& /*lock*/) noexcept {
   stalled_ += wait;
 }
 
-/// Into a CUDA graph, which will read the same addresses whenever it is replayed: only what stays
-/// there may be read. It was there when it was held, and a pending update is applied with the next
-/// operator outside of a graph.
-void Touches::touch_held(std::span<const Access> accesses, const Lock& lock) {
-  for (const Access& access : accesses) {
+/// Into a CUDA graph, which reads the same addresses whenever it is replayed: only what stays there
+/// may be read. From now on step() finishes its updates before it returns.
+void Touches::touch_captured(std::span<const Access> accesses, Lock& lock) {
+  do {
     bindings_.require_not_refused(lock);
-    const PageRecord& page = record_of(*access.page);
-    if (access.write) {
-      throw UserError(
-          fmt::format("page '{}' is written by an operator of a CUDA graph", page.name()));
+    for (const Access& access : accesses) {
+      const PageRecord& page = record_of(*access.page);
+      if (access.write) {
+        throw UserError(
+            fmt::format("page '{}' is written by an operator of a CUDA graph", page.name()));
+      }
+      if (page.holds == 0 && !page.fixed) {
+        throw NotHeld(
+            fmt::format("page '{}' is read while a CUDA graph is captured, which will be "
+                        "replayed with the addresses of now: for as long as it lives, {}",
+                        page.name(), options_.pin_advice));
+      }
     }
-    if (page.holds == 0 && !page.fixed) {
-      throw NotHeld(
-          fmt::format("page '{}' is read while a CUDA graph is captured, which will be "
-                      "replayed with the addresses of now: for as long as it lives, {}",
-                      page.name(), options_.pin_advice));
-    }
-  }
+  } while (wait_for_conflict(accesses, lock));
   for (const Access& access : accesses) {
-    table_.pin(record_of(*access.page), lock);
+    PageRecord& page = record_of(*access.page);
+    page.captured = page.captured || page.fixed;
+    table_.pin(page, lock);
     thread_pins::add(*access.page);
+    bindings_.bind(page, lock);
   }
 }
 
@@ -349,7 +353,7 @@ void Touches::leave_lookup(PageRecord& page) noexcept {
   const Lock lock = table_.lock();
   --page.readers;
   table_.unpin(page, lock);
-  if (--page.lookups == 0 && page.bound) bindings_.unbind(page, lock);
+  if (--page.lookups == 0 && page.exposure != Exposure::None) bindings_.unbind(page, lock);
   table_.notify();
 }
 
@@ -357,8 +361,7 @@ void Touches::drop_dead_pages(const Lock& lock) {
   table_.dead_pages().remove_if([&](PageRecord& page) {
     page.dead = true;
     page.binding = nullptr;
-    page.bound = false;
-    page.shut = false;
+    page.exposure = Exposure::None;
     const bool busy = page.moving() || page.readers > 0 || page.pins > 0 ||
                       page.has_pending_update() || page.attached || home_reads::any(page, lock) ||
                       bindings_.is_denied(page, lock);

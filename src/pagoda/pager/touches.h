@@ -41,7 +41,7 @@ class Touches {
   void drop_dead_pages(const Lock& lock);
 
  private:
-  void touch_held(std::span<const Access> accesses, const Lock& lock);
+  void touch_captured(std::span<const Access> accesses, Lock& lock);
   bool wait_for_conflict(std::span<const Access> accesses, Lock& lock);
   bool bring(std::span<const Access> accesses, Lock& lock);
   static bool complete(std::span<const Access> accesses, const Lock& lock);

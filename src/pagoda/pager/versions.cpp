@@ -22,6 +22,13 @@ bool refused_by_rank(const std::exception_ptr& error) {
   }
 }
 
+/// Whether the copy that is there comes, or is still to come, from what will be the page's home: it
+/// and `next` change places.
+bool fetched_from_next_home(const PageRecord& page) noexcept {
+  return page.next != nullptr && page.residency == Residency::Resident && page.current() &&
+         page.next->tier() == page.home.tier() && page.next->size() == page.home.size();
+}
+
 }  // namespace
 
 std::vector<Page*> Versions::mark_pending(std::span<Page* const> pages) {
@@ -36,7 +43,11 @@ std::vector<Page*> Versions::mark_pending(std::span<Page* const> pages) {
       const std::exception_ptr error = std::exchange(page.fetch_error, nullptr);
       if (!refused_by_rank(error)) std::rethrow_exception(error);
     }
-    home_reads::wait(page, lock);
+    if (fetched_from_next_home(page)) {
+      home_reads::wait_for_earlier(page, lock);
+    } else {
+      home_reads::wait(page, lock);
+    }
     // Kernels that were queued until now see what is there now; whoever applies the update waits.
     if (page.fixed) {
       page.home.block().mark_users(taken);
@@ -46,8 +57,8 @@ std::vector<Page*> Versions::mark_pending(std::span<Page* const> pages) {
     if (page.residency != Residency::Resident) continue;
     if (page.current() && !page.fixed) continue;  // it was fetched ahead
     // What the user holds, or an operator of another thread reads just now, as with plain tensors.
-    const bool viewed = page.fixed && page.binding != nullptr && page.binding->has_views();
-    if (page.pins > 0 || viewed) {
+    const auto is_viewed = [&] { return page.binding != nullptr && page.binding->has_views(); };
+    if (page.pins > 0 || (page.fixed && (page.captured || is_viewed()))) {
       exposed.push_back(pending);
     } else if (page.fixed) {
       bindings_.unbind(page, lock);  // the next touch, which waits for the update, binds it again

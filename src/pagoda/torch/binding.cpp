@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // The engine as Python sees it: classes under torch.classes.pagoda, without Python's ABI. The
 // package in python/pagoda gives them their names and types. Part of the shared library only.
+#include <algorithm>
 #include <chrono>
-#include <cmath>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -25,17 +27,17 @@
 #include "pagoda/torch/enders.h"
 #include "pagoda/torch/engine.h"
 #include "pagoda/torch/gloo_world.h"
+#include "pagoda/torch/interpreter_lock.h"
 #include "pagoda/torch/observer.h"
+#include "pagoda/torch/optimizer_constants.h"
 #include "pagoda/torch/page_storage.h"
 #include "pagoda/torch/passes.h"
+#include "pagoda/torch/stats_counts.h"
 #include "pagoda/torch/storage_table.h"
 #include "pagoda/torch/table_use.h"
 
 namespace pagoda::torch {
 namespace {
-
-using Constants = c10::Dict<std::string, double>;
-using Counts = c10::Dict<std::string, std::int64_t>;
 
 /// An error as Python gets it, with its class in front: TorchBind knows RuntimeError only.
 class PythonError : public std::runtime_error {
@@ -57,86 +59,6 @@ auto translating_errors(const Work& work) {
   }
 }
 
-/// Takes what it knows from `constants` and complains about the rest.
-class ConstantReader {
- public:
-  explicit ConstantReader(const Constants& constants) : rest_(constants.copy()) {}
-  void take(const char* name, double& to) {
-    if (!rest_.contains(name)) return;
-    to = rest_.at(name);
-    (void)rest_.erase(name);
-  }
-  void finish(const std::string& kind) const {
-    for (const auto& entry : rest_) {
-      throw UserError(fmt::format("optimizer '{}' has no '{}'", kind, entry.key()));
-    }
-  }
-
- private:
-  Constants rest_;
-};
-
-Optimizer rule_of(const std::string& kind, const Constants& constants) {
-  ConstantReader reader(constants);
-  const auto adam = [&](auto rule) {
-    reader.take("lr", rule.lr);
-    reader.take("beta1", rule.beta1);
-    reader.take("beta2", rule.beta2);
-    reader.take("weight_decay", rule.weight_decay);
-    return rule;
-  };
-  const auto with_eps = [&](auto rule) {
-    reader.take("eps", rule.eps);
-    return rule;
-  };
-  Optimizer out;
-  if (kind == "adamw") {
-    out = with_eps(adam(AdamW{}));
-  } else if (kind == "adam") {
-    out = with_eps(adam(Adam{}));
-  } else if (kind == "lion") {
-    out = adam(Lion{});
-  } else if (kind == "sgd") {
-    Sgd rule;
-    double nesterov = 0;
-    reader.take("lr", rule.lr);
-    reader.take("momentum", rule.momentum);
-    reader.take("dampening", rule.dampening);
-    reader.take("weight_decay", rule.weight_decay);
-    reader.take("nesterov", nesterov);
-    rule.nesterov = nesterov != 0;
-    out = rule;
-  } else {
-    throw UserError(fmt::format("there is no optimizer '{}'; use adamw, adam, sgd or lion", kind));
-  }
-  reader.finish(kind);
-  return out;
-}
-
-/// Constants as rule_of() takes them: what a rule is when nothing is said.
-Constants constants_of(const std::string& kind) {
-  Constants out;
-  const auto adam = [&](const auto& rule) {
-    out.insert("lr", rule.lr);
-    out.insert("beta1", rule.beta1);
-    out.insert("beta2", rule.beta2);
-    out.insert("weight_decay", rule.weight_decay);
-    if constexpr (requires { rule.eps; }) out.insert("eps", rule.eps);
-  };
-  const Optimizer rule = rule_of(kind, Constants());
-  if (const auto* sgd = std::get_if<Sgd>(&rule)) {
-    out.insert("lr", sgd->lr);
-    out.insert("momentum", sgd->momentum);
-    out.insert("dampening", sgd->dampening);
-    out.insert("weight_decay", sgd->weight_decay);
-    out.insert("nesterov", sgd->nesterov ? 1 : 0);
-  }
-  if (const auto* adamw = std::get_if<AdamW>(&rule)) adam(*adamw);
-  if (const auto* plain = std::get_if<Adam>(&rule)) adam(*plain);
-  if (const auto* lion = std::get_if<Lion>(&rule)) adam(*lion);
-  return out;
-}
-
 /// Of the page that is at this address of a StorageImpl; nothing where there is none.
 std::optional<std::string> page_at(std::int64_t storage) {
   const auto* key = reinterpret_cast<const c10::StorageImpl*>(storage);  // NOLINT
@@ -155,62 +77,16 @@ std::vector<std::string> config_keys() {
   return out;
 }
 
-/// Names with dots, which Python makes a tree of. Times are nanoseconds.
-Counts counts_of(const engine::Stats& stats) {
-  Counts out;
-  const auto put = [&](const std::string& name, auto value) {
-    out.insert(name, static_cast<std::int64_t>(value));
-  };
-  put("steps", stats.steps);
-  put("skipped_steps", stats.skipped_steps);
-  put("pages.touches", stats.pager.touches);
-  put("pages.faults", stats.pager.faults);
-  put("pages.late_prefetches", stats.pager.late_prefetches);
-  put("pages.prefetch_hits", stats.pager.prefetch_hits);
-  put("pages.prefetches", stats.pager.prefetches);
-  put("pages.wasted_prefetches", stats.pager.wasted_prefetches);
-  put("pages.lookups", stats.pager.lookups);
-  put("pages.evictions", stats.pager.evictions);
-  put("pages.writebacks", stats.pager.writebacks);
-  put("pages.fault_stall_ns", stats.pager.fault_stall);
-  put("pages.late_stall_ns", stats.pager.late_stall);
-  put("pages.update_stall_ns", stats.pager.update_stall);
-  put("pages.device_bytes", stats.device_pages);
-  put("pages.device_bytes_peak", stats.device_pages_peak);
-  put("moved.nvme_to_host", stats.pager.nvme_to_host + stats.updates.nvme_read);
-  put("moved.host_to_device", stats.pager.host_to_device);
-  put("moved.gathered", stats.pager.gathered);
-  put("moved.device_to_host", stats.pager.device_to_host + stats.gradients.device_to_host);
-  put("moved.host_to_nvme", stats.pager.host_to_nvme + stats.updates.nvme_written);
-  put("moved.pulled", stats.pulled);
-  put("moved.served", stats.served);
-  put("moved.gradients_exchanged", stats.gradients.exchanged);
-  put("gradients.stall_ns", stats.gradients.push_stall);
-  put("updates.pages", stats.updates.pages);
-  put("updates.early", stats.updates.early);
-  put("updates.rolled_back", stats.updates.rolled_back);
-  put("updates.elements", stats.updates.elements);
-  put("updates.busy_ns", stats.updates.busy);
-  put("updates.waited_io_ns", stats.updates.waited_io);
-  for (std::size_t i = 0; i < stats.tiers.size(); ++i) {
-    const engine::TierStats& tier = stats.tiers[i];
-    const std::string name = fmt::format("tiers.{}", pager::name(static_cast<pager::Tier>(i)));
-    put(name + ".budget", tier.limit);
-    put(name + ".used", tier.used);
-    put(name + ".peak", tier.peak);
-    for (const BudgetHolder& holder : tier.holders) {
-      put(fmt::format("{}.holders.{}.used", name, holder.tag), holder.bytes);
-      put(fmt::format("{}.holders.{}.peak", name, holder.tag), holder.peak);
-    }
-  }
-  put("unbudgeted.group_buffers", stats.unbudgeted.group_buffers);
-  put("unbudgeted.free_blocks", stats.unbudgeted.free_blocks);
-  put("unbudgeted.free_heap", stats.unbudgeted.free_heap);
-  return out;
-}
-
 /// Keeps pages where raw pointers can see them, until it goes or is told to let go.
 struct BoundPin final : ::torch::CustomClassHolder {
+  BoundPin() = default;
+  BoundPin(const BoundPin&) = delete;
+  BoundPin& operator=(const BoundPin&) = delete;
+  ~BoundPin() override {
+    const WithoutInterpreterLock unlocked;  // a release takes the pager's lock
+    held.clear();
+  }
+
   void release() {
     const Enders::EndsHere here;  // Python's lock is not held in a method
     const std::shared_ptr<Engine> of = std::move(engine);
@@ -229,6 +105,12 @@ struct BoundRegionPages final : ::torch::CustomClassHolder {
     for (const at::Tensor& tensor : tensors) pages->add(tensor, false);
     for (const at::Tensor& tensor : written) pages->add(tensor, true);
     if (const auto too_large = pages->touch()) throw std::runtime_error(*too_large);
+  }
+  BoundRegionPages(const BoundRegionPages&) = delete;
+  BoundRegionPages& operator=(const BoundRegionPages&) = delete;
+  ~BoundRegionPages() override {
+    const WithoutInterpreterLock unlocked;  // as of a pin
+    pages.reset();
   }
   void release() { pages.reset(); }
 
@@ -281,8 +163,10 @@ struct BoundActivations final : ::torch::CustomClassHolder {
   ActivationStore::Policy policy;
 };
 
-/// One thread calls it, as pagoda::Engine says. Python lets go of its lock meanwhile, so close()
-/// may wait for an engine to end; whoever else was the last to have it may not (Enders).
+/// One thread trains, as pagoda::Engine says, and any thread may call: whoever does has a share in
+/// the engine until his call returns. Python lets go of its lock meanwhile, so close() may wait for
+/// calls of other threads, and for an engine to end; whoever else was the last to have it may not
+/// (Enders).
 class BoundEngine final : public ::torch::CustomClassHolder {
  public:
   using Group = c10::intrusive_ptr<::c10d::ProcessGroup>;
@@ -299,12 +183,14 @@ class BoundEngine final : public ::torch::CustomClassHolder {
         mistake = error;
       }
       GlooOptions options;
+      options.joins_at_once = true;
       options.join_timeout = std::chrono::milliseconds(std::llround(parsed.join_timeout * 1000));
       auto world = group.has_value() ? world_from_group(**group, over, options)
                    : from_env        ? world_from_env(options)
                                      : comm::make_solo_world();
       if (mistake) {
-        world->give_up(mistake->what());  // the others shall not wait for this rank
+        // The others shall not wait for this rank.
+        world->give_up(engine::story_of(std::make_exception_ptr(*mistake), world->rank()));
         throw *mistake;
       }
       parsed.pin_advice =
@@ -313,32 +199,74 @@ class BoundEngine final : public ::torch::CustomClassHolder {
     });
   }
 
+  BoundEngine(const BoundEngine&) = delete;
+  BoundEngine& operator=(const BoundEngine&) = delete;
+  ~BoundEngine() override {
+    if (owner_.here()) fail_unless_taken();
+  }
+
+  /// The package has it: from now on its end is that of the engine. Before, a Ctrl-C has cut its
+  /// making short, and the other ranks hear of that instead.
+  void taken() { taken_.store(true); }
+
+  /// UserError where close() would wait for the call that it comes from.
+  void require_may_close() {
+    const std::shared_ptr<Engine> engine = open_or_closing();
+    if (engine == nullptr) return;
+    translating_errors([&] {
+      observer::require_no_operator("close()");
+      engine->require_no_call_around("close()");
+    });
+  }
+
   /// Ends the engine before it returns, unless a graph or a pin still needs its memory; the other
-  /// ranks do not wait for those. Returns what Engine::close() does.
+  /// ranks do not wait for those. Calls of other threads end first, a backward pass at its next
+  /// gradient, with an error; one that takes longer than ranks wait for each other fails the
+  /// engine. Returns what Engine::close() does.
   std::string close(bool give_back) {
     if (!owner_.here()) return {};  // a fork's locks are as they were
-    translating_errors([&] { observer::require_no_operator("close()"); });
+    require_may_close();
     const Enders::EndsHere here;
     std::shared_ptr<Engine> engine;
     {
       const std::lock_guard lock(mutex_);
+      if (engine_ == nullptr) return {};  // closed, or another thread is at it
+      closing_ = engine_;
       engine.swap(engine_);
-      closing_ = engine;
     }
-    return engine != nullptr ? engine->close(give_back) : std::string();
+    fail_unless_taken();
+    engine->stop_calls();
+    const std::chrono::duration<double> patience(engine->config().timeout);
+    if (!wait_for_others(*engine, patience)) {
+      const std::string call = engine->call_under_way();
+      engine->fail(
+          fmt::format("close() was called while another thread was in {}, which did not end within "
+                      "{} s",
+                      call, patience.count()));
+      if (!wait_for_others(*engine, kGrace)) {  // what it does is not the engine's: it may be stuck
+        return fmt::format(
+            "the engine has been closed, and another thread is still in {}: parameters that were "
+            "not released are lost. Load what was saved before, and train from there",
+            call);
+      }
+    }
+    return engine->close(give_back);
   }
 
   void begin_build() {
     translating_errors([&] {
-      engine();
+      (void)engine();
       owner_.require("an engine");
     });
     builds_.emplace_back(std::make_unique<BuildSurroundings>());
   }
-  void end_build() { builds_.pop_back(); }
+  /// Also where a Ctrl-C came between the two, and nobody knows whether the other one has run.
+  void end_build() {
+    if (!builds_.empty()) builds_.pop_back();
+  }
 
   void adopt(const at::Tensor& tensor, const std::string& name) {
-    translating_errors([&] { engine().adopt(tensor, name); });
+    translating_errors([&] { engine()->adopt(tensor, name); });
   }
 
   /// `group_of`: of each parameter; negative: it is not trained. `refusal`: what is wrong with the
@@ -369,49 +297,57 @@ class BoundEngine final : public ::torch::CustomClassHolder {
       for (std::size_t i = 0; i < buffer_names.size(); ++i) {
         buffers.emplace_back(buffer_names[i], buffer_tensors[i]);
       }
-      engine().attach(parameters, std::move(groups), buffers, [&] {
+      const Use used = engine();
+      used->attach(parameters, std::move(groups), buffers, [&] {
         if (!refusal.empty()) throw UserError(refusal);
-        engine().set_clip(clip);
+        used->set_clip(clip);
       });
     });
   }
 
+  bool attached() {
+    return translating_errors([&] { return engine()->attached(); });
+  }
+
   void release(const std::vector<at::Tensor>& parameters, const std::string& refusal) {
-    translating_errors([&] { engine().release(parameters, refusal); });
+    translating_errors([&] { engine()->release(parameters, refusal); });
   }
 
   void backward(const at::Tensor& loss, std::optional<bool> last, bool retain_graph) {
-    translating_errors([&] { engine().backward(loss, last, retain_graph); });
+    translating_errors([&] { engine()->backward(loss, last, retain_graph); });
   }
 
   std::tuple<std::int64_t, bool, double, double> step() {
     return translating_errors([&] {
-      const StepReport report = engine().step();
+      const StepReport report = engine()->step();
       return std::make_tuple(static_cast<std::int64_t>(report.step), report.skipped, report.norm,
                              report.loss_scale);
     });
   }
 
   void join() {
-    translating_errors([&] { engine().join(); });
+    translating_errors([&] { engine()->join(); });
   }
   void finish() {
-    translating_errors([&] { engine().finish(); });
+    translating_errors([&] { engine()->finish(); });
   }
   void barrier() {
-    translating_errors([&] { engine().barrier(); });
+    translating_errors([&] { engine()->barrier(); });
   }
   void begin_call(const std::string& label, const std::string& name, const std::string& argument) {
-    translating_errors([&] { engine().begin_call(label, name, argument); });
+    translating_errors([&] { engine()->begin_call(label, name, argument); });
   }
   void end_call(const std::string& error) {
-    translating_errors([&] { engine().end_call(error); });
+    translating_errors([&] { engine()->end_call(error); });
   }
   void begin_work(const std::string& label) {
-    translating_errors([&] { engine().begin_work(label); });
+    translating_errors([&] { engine()->begin_work(label); });
   }
   void end_work() {
-    translating_errors([&] { engine().end_work(); });
+    translating_errors([&] { engine()->end_work(); });
+  }
+  std::int64_t open_calls() {
+    return translating_errors([&] { return static_cast<std::int64_t>(engine()->open_calls()); });
   }
   /// From any thread. Also of an engine that has been closed: then there is nobody to tell.
   void fail(const std::string& why) {
@@ -423,41 +359,42 @@ class BoundEngine final : public ::torch::CustomClassHolder {
     return engine != nullptr ? engine->waited_for_ranks() : 0;
   }
   void zero_grad() {
-    translating_errors([&] { engine().zero_grad(); });
+    translating_errors([&] { engine()->zero_grad(); });
   }
   bool has_gradients() {
-    return translating_errors([&] { return engine().has_gradients(); });
+    return translating_errors([&] { return engine()->has_gradients(); });
   }
   void set_loss_is_scaled(bool scaled) {
-    translating_errors([&] { engine().set_loss_is_scaled(scaled); });
+    translating_errors([&] { engine()->set_loss_is_scaled(scaled); });
   }
   void set_clip(double clip) {
-    translating_errors([&] { engine().set_clip(clip); });
+    translating_errors([&] { engine()->set_clip(clip); });
   }
   void set_optimizer(std::int64_t group, const std::string& kind, const Constants& constants) {
-    translating_errors(
-        [&] { engine().set_optimizer(static_cast<std::size_t>(group), rule_of(kind, constants)); });
+    translating_errors([&] {
+      engine()->set_optimizer(static_cast<std::size_t>(group), rule_of(kind, constants));
+    });
   }
   void require_changeable(const std::string& what) {
-    translating_errors([&] { engine().require_changeable(what); });
+    translating_errors([&] { engine()->require_changeable(what); });
   }
   double loss_scale() {
-    return translating_errors([&] { return engine().loss_scale(); });
+    return translating_errors([&] { return engine()->loss_scale(); });
   }
   at::Tensor grad(const at::Tensor& parameter) {
-    return translating_errors([&] { return engine().grad(parameter); });
+    return translating_errors([&] { return engine()->grad(parameter); });
   }
   double grad_norm() {
-    return translating_errors([&] { return engine().grad_norm(); });
+    return translating_errors([&] { return engine()->grad_norm(); });
   }
 
   c10::intrusive_ptr<BoundPin> pin(const std::vector<at::Tensor>& parameters, bool write) {
     return translating_errors([&] {
-      engine();
+      const Use used = engine();
       auto out = c10::make_intrusive<BoundPin>();
-      out->engine = engine_;
+      out->engine = used.share();
       for (const at::Tensor& parameter : parameters) {
-        out->held.push_back(engine().pin(parameter, write));
+        out->held.push_back(used->pin(parameter, write));
       }
       return out;
     });
@@ -469,38 +406,100 @@ class BoundEngine final : public ::torch::CustomClassHolder {
     return translating_errors([&] {
       PAGODA_REQUIRE(place == "host" || place == "nvme",
                      "activations('{}') expects 'host' or 'nvme'", place);
-      PAGODA_REQUIRE(place == "host" || !engine().config().nvme.empty(),
+      const Use used = engine();
+      PAGODA_REQUIRE(place == "host" || !used->config().nvme.empty(),
                      "activations on nvme need directories: set nvme to at least one");
       const auto placement = place == "host" ? pager::Placement::Host : pager::Placement::Nvme;
-      (void)engine();  // there still is one
       return c10::make_intrusive<BoundActivations>(
-          engine_, ActivationStore::Policy{placement, parse_bytes(least), parse_bytes(in_flight)});
+          used.share(),
+          ActivationStore::Policy{placement, parse_bytes(least), parse_bytes(in_flight)});
     });
   }
 
   Counts stats() {
-    return translating_errors([&] { return counts_of(engine().stats()); });
+    return translating_errors([&] { return counts_of(engine()->stats()); });
   }
   std::string stats_table() {
-    return translating_errors([&] { return engine().stats().table(); });
+    return translating_errors([&] { return engine()->stats().table(); });
   }
   std::string config() {
-    return translating_errors([&] { return engine().config().to_json(); });
+    return translating_errors([&] { return engine()->config().to_json(); });
   }
   std::string device() {
-    return translating_errors([&] { return engine().device().str(); });
+    return translating_errors([&] { return engine()->device().str(); });
   }
   std::int64_t rank() {
-    return translating_errors([&] { return engine().rank(); });
+    return translating_errors([&] { return engine()->rank(); });
   }
   std::int64_t world_size() {
-    return translating_errors([&] { return engine().world_size(); });
+    return translating_errors([&] { return engine()->world_size(); });
   }
 
  private:
-  Engine& engine() {
-    PAGODA_REQUIRE(engine_ != nullptr, "the engine has been closed");
-    return *engine_;
+  static constexpr std::chrono::seconds kGrace{2};  // for a call to end once its engine has failed
+
+  /// A call under way. It keeps the engine, and close() waits for it.
+  class Use {
+   public:
+    explicit Use(BoundEngine& of) : of_(of) {
+      if (!of_.owner_.here()) {  // a fork's locks are as they were, and it has this thread only
+        engine_ = of_.engine_;
+      } else {
+        const std::lock_guard lock(of_.mutex_);
+        engine_ = of_.engine_;
+        if (engine_ == nullptr) engine_ = of_.closing_around_this_thread();
+        if (engine_ != nullptr) of_.users_.push_back(std::this_thread::get_id());
+      }
+      PAGODA_REQUIRE(engine_ != nullptr, "the engine has been closed");
+    }
+    Use(const Use&) = delete;
+    Use& operator=(const Use&) = delete;
+    ~Use() {
+      engine_.reset();  // first: who waits for this call is the last to have the engine
+      if (!of_.owner_.here()) return;
+      const std::lock_guard lock(of_.mutex_);
+      of_.users_.erase(std::find(of_.users_.begin(), of_.users_.end(), std::this_thread::get_id()));
+      of_.used_.notify_all();
+    }
+
+    Engine* operator->() const noexcept { return engine_.get(); }
+    const std::shared_ptr<Engine>& share() const noexcept { return engine_; }
+
+   private:
+    BoundEngine& of_;
+    std::shared_ptr<Engine> engine_;
+  };
+
+  Use engine() { return Use(*this); }
+
+  /// The engine that is being closed, where close() waits for the call that this thread is in,
+  /// which ends as ever. Holds mutex_.
+  std::shared_ptr<Engine> closing_around_this_thread() const {
+    auto engine = closing_.lock();
+    return engine != nullptr && engine->is_in_call(true) ? engine : nullptr;
+  }
+
+  /// For calls of other threads to return, and backward passes that they run to end; whether they
+  /// have, in this time.
+  bool wait_for_others(Engine& engine, std::chrono::duration<double> limit) {
+    constexpr std::chrono::milliseconds kLook{2};
+    const auto until = std::chrono::steady_clock::now() +
+                       std::chrono::duration_cast<std::chrono::nanoseconds>(limit);
+    const auto me = std::this_thread::get_id();
+    std::unique_lock lock(mutex_);
+    const auto others = [&] {
+      return std::any_of(users_.begin(), users_.end(), [&](const auto& one) { return one != me; });
+    };
+    for (;;) {
+      if (!others()) {
+        lock.unlock();
+        const bool busy = engine.runs_pass() || engine.is_in_call(false);
+        lock.lock();
+        if (!busy && !others()) return true;
+      }
+      if (std::chrono::steady_clock::now() >= until) return false;
+      used_.wait_for(lock, kLook);
+    }
   }
 
   std::shared_ptr<Engine> open_or_closing() {
@@ -509,10 +508,19 @@ class BoundEngine final : public ::torch::CustomClassHolder {
     return engine_ != nullptr ? engine_ : closing_.lock();
   }
 
+  void fail_unless_taken() noexcept {
+    const auto engine = open_or_closing();
+    if (engine == nullptr || taken_.load() || engine->world_size() == 1) return;
+    engine->fail("it was interrupted while its engine was made");
+  }
+
   const io::OwnerProcess owner_;
+  std::atomic<bool> taken_{false};
   RankedMutex<LockRank::BoundEngine> mutex_;
-  std::weak_ptr<Engine> closing_;   // guarded by mutex_: close() has been called
-  std::shared_ptr<Engine> engine_;  // guarded by mutex_ but for reads of the thread that calls
+  Condition used_;
+  std::vector<std::thread::id> users_;  // guarded by mutex_: who is in a call, once for each
+  std::weak_ptr<Engine> closing_;       // guarded by mutex_: close() has been called
+  std::shared_ptr<Engine> engine_;      // guarded by mutex_
   std::vector<std::unique_ptr<BuildSurroundings>> builds_;  // under way
 };
 
@@ -552,11 +560,13 @@ TORCH_LIBRARY_FRAGMENT(pagoda, library) {
   library.class_<BoundEngine>("Engine")
       .def(torch::init<std::string, std::optional<BoundEngine::Group>,
                        std::optional<BoundEngine::Group>, bool>())
+      .def("require_may_close", &BoundEngine::require_may_close)
       .def("close", &BoundEngine::close)
       .def("begin_build", &BoundEngine::begin_build)
       .def("end_build", &BoundEngine::end_build)
       .def("adopt", &BoundEngine::adopt)
       .def("attach", &BoundEngine::attach)
+      .def("attached", &BoundEngine::attached)
       .def("release", &BoundEngine::release)
       .def("backward", &BoundEngine::backward)
       .def("step", &BoundEngine::step)
@@ -567,6 +577,8 @@ TORCH_LIBRARY_FRAGMENT(pagoda, library) {
       .def("end_call", &BoundEngine::end_call)
       .def("begin_work", &BoundEngine::begin_work)
       .def("end_work", &BoundEngine::end_work)
+      .def("open_calls", &BoundEngine::open_calls)
+      .def("taken", &BoundEngine::taken)
       .def("fail", &BoundEngine::fail)
       .def("waited_for_ranks", &BoundEngine::waited_for_ranks)
       .def("zero_grad", &BoundEngine::zero_grad)

@@ -32,6 +32,30 @@ std::string Engine::close(bool give_back) noexcept {
   return impl_->runtime().here() ? impl_->close(give_back) : std::string();
 }
 
+void Engine::stop_calls() noexcept {
+  impl_->stop_calls();
+}
+
+std::string Engine::call_under_way() {
+  return impl().call_under_way();
+}
+
+bool Engine::runs_pass() {
+  return impl().runs_plain_pass();
+}
+
+bool Engine::attached() {
+  return impl().runtime().attached();
+}
+
+bool Engine::is_in_call(bool of_this_thread) {
+  return impl().is_in_call(of_this_thread);
+}
+
+void Engine::require_no_call_around(const char* call) {
+  impl().require_no_call_around(call);
+}
+
 struct Engine::Building::Scope {
   explicit Scope(Impl& impl)
       : birth([&impl](const at::Tensor& tensor) { impl.adopt(tensor, {}); }) {}
@@ -87,24 +111,28 @@ void Engine::finish() {
 }
 
 void Engine::barrier() {
-  impl().runtime().barrier();
+  impl().barrier();
 }
 
 void Engine::begin_call(const std::string& label, const std::string& name,
                         const std::string& argument) {
-  impl().runtime().begin_call(label, name, argument);
+  impl().begin_call(label, name, argument);
 }
 
 void Engine::end_call(const std::string& error) {
-  impl().runtime().end_call(error);
+  impl().end_call(error);
 }
 
 void Engine::begin_work(const std::string& label) {
-  impl().runtime().begin_work(label);
+  impl().begin_work(label);
 }
 
 void Engine::end_work() {
-  impl().runtime().end_work();
+  impl().end_work();
+}
+
+std::size_t Engine::open_calls() {
+  return impl().open_calls();
 }
 
 void Engine::fail(const std::string& why) {

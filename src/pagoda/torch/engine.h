@@ -74,6 +74,21 @@ class Engine {
   /// nothing.
   std::string close(bool give_back = false) noexcept;
 
+  /// Before a close() on another thread than the one that trains. From now on calls throw
+  /// UserError, and so does a backward pass at its next gradient; who is in one may be waited for.
+  void stop_calls() noexcept;
+  /// The call that a thread is in now; what to say where its name is not known.
+  std::string call_under_way();
+  /// Whether a backward pass that is no call of the engine gives it gradients.
+  bool runs_pass();
+  /// Whether a model is attached.
+  bool attached();
+  /// Whether this thread is inside a call, or another one is; also one that begins and ends in
+  /// calls of their own.
+  bool is_in_call(bool of_this_thread);
+  /// UserError on a thread that is inside a call of this engine, as a hook is.
+  void require_no_call_around(const char* call);
+
   /// Runs `make`, whose parameters become pages as they are made.
   template <class Make>
   auto build(Make&& make) {
@@ -123,6 +138,8 @@ class Engine {
   /// they do not take it for idle.
   void begin_work(const std::string& label);
   void end_work();
+  /// How many of these calls the thread is in.
+  std::size_t open_calls();
   /// This rank cannot go on: the others get an error that says `why`, at once.
   void fail(const std::string& why);
   /// Seconds for which this rank has waited for others; 0: it does not. Any thread.

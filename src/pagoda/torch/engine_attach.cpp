@@ -48,17 +48,31 @@ std::string form_of(const at::Tensor& tensor, const std::string& name, const std
   return out;
 }
 
+at::Tensor piece_on_host(std::span<const std::byte> bytes) {
+  return at::from_blob(const_cast<std::byte*>(bytes.data()),
+                       {static_cast<std::int64_t>(bytes.size())}, at::kByte);
+}
+
+/// Bytes of a contiguous tensor.
+at::Tensor piece_of(const at::Tensor& tensor, Bytes offset, Bytes bytes) {
+  return tensor.view({-1}).view(at::kByte).narrow(0, static_cast<std::int64_t>(offset),
+                                                  static_cast<std::int64_t>(bytes));
+}
+
 /// A buffer of the user's model, which ranks start with alike.
 engine::BufferSpec buffer_spec(const std::string& name, const at::Tensor& tensor) {
   const auto bytes = static_cast<Bytes>(tensor.numel()) * tensor.element_size();
-  const auto read = [tensor](std::span<std::byte> to) {
-    const at::Tensor plain = tensor.detach().resolve_conj().resolve_neg().to(at::kCPU).contiguous();
-    std::memcpy(to.data(), plain.const_data_ptr(), to.size());
+  // Where its elements do not lie in their order, each piece costs a copy of all of them.
+  const auto in_order = [tensor] {
+    return tensor.detach().resolve_conj().resolve_neg().contiguous();
   };
-  const auto write = [tensor](std::span<const std::byte> from) {
-    const at::Tensor plain = at::from_blob(const_cast<std::byte*>(from.data()), tensor.sizes(),
-                                           at::TensorOptions().dtype(tensor.dtype()));
-    tensor.detach().copy_(plain);
+  const auto read = [in_order](Bytes offset, std::span<std::byte> to) {
+    piece_on_host(to).copy_(piece_of(in_order(), offset, to.size()));
+  };
+  const auto write = [tensor, in_order](Bytes offset, std::span<const std::byte> from) {
+    const at::Tensor all = in_order();
+    piece_of(all, offset, from.size()).copy_(piece_on_host(from));
+    if (!all.is_alias_of(tensor)) tensor.detach().copy_(all);
   };
   return {name, bytes, read, write, type_and_shape(tensor)};
 }
@@ -230,6 +244,7 @@ engine::ModelSpec Engine::Impl::describe(const std::vector<NamedTensor>& model,
     parameter.name = one.name;
     parameter.storage = one.storage;
     parameter.strides = one.tensor.strides().vec();
+    parameter.dtype = one.tensor.scalar_type();
     parameter.in_page = one.in_page;
     given.push_back(one.tensor);
     if (!one.frozen()) continue;
@@ -250,9 +265,8 @@ void Engine::Impl::watch_parameters(const std::vector<at::Tensor>& given) {
     if (!parameter.frozen || runtime_->can_be_trained(*parameter.frozen)) {
       parameter.page = runtime_->trained(*parameter.storage->page());
     }
-    auto& sharing = of_page_[parameter.storage->page()];
-    sharing.push_back(i);
-    parameter.storage->set_parameters(sharing.size());
+    of_page_[parameter.storage->page()].push_back(i);
+    parameter.storage->add_parameter(given[i]);
     parameter.attached =
         std::make_unique<torch::AttachedParameter>(torch::AttachedParameter{this, i});
     parameter.key = given[i].unsafeGetTensorImpl();
@@ -276,6 +290,10 @@ void Engine::Impl::forget_parameters() {
     }
   }
   torch::TableUse::wait_for_all();
+  for (const Parameter& parameter : parameters_) {
+    if (!parameter.shut) continue;
+    torch::PageStorage::open_plain(*parameter.shut.unsafeGetStorageImpl());
+  }
   parameters_.clear();
   stepped_ = false;
   frozen_.clear();

@@ -65,7 +65,7 @@ double Engine::Impl::grad_norm() {
 /// would be torch's sum of both only if the engine had not taken what came before.
 void Engine::Impl::require_none_set(const Parameter& parameter) const {
   // p.grad is held back until the pass is over, was left by one that failed, or waits for step().
-  if (parameter.fired > 0 || parameter.left || parameter.late) return;
+  if (parameter.fired > 0 || parameter.coming || parameter.left || parameter.late) return;
   const auto alive = parameter.tensor.lock();
   PAGODA_REQUIRE(alive == nullptr || !at::Tensor(alive).grad().defined(),
                  "p.grad of '{}' is set and backward would add to it, but gradients belong to the "
@@ -93,8 +93,8 @@ void Engine::Impl::take_set_gradients() {
     }
     PAGODA_REQUIRE(!parameter.given,
                    "p.grad of '{}' was set, and backward() has given it a gradient in this step: "
-                   "change gradients in a hook (p.register_hook), or "
-                   "call zero_grad() before p.grad is set",
+                   "set p.grad to None and call step() again. To change gradients use a hook "
+                   "(p.register_hook), or call zero_grad() before p.grad is set",
                    parameter.name);
     PAGODA_REQUIRE(runtime_->config().loss_scale.kind == LossScale::Kind::None,
                    "p.grad of '{}' was set, and with a loss_scale it is not known whether it was "
@@ -175,20 +175,20 @@ void Engine::Impl::drop_gradients() {
 }
 
 void Engine::Impl::forget_gradients() {
-  std::unordered_map<const optim::TrainedPage*, Partial> partial;
+  const auto partial = take_partial();
   std::vector<at::Tensor> dropped;  // after the lock: what a gradient's memory ends with may wait
   const std::lock_guard lock(gradient_mutex_);
   untaken_ = nullptr;
   for (Parameter& parameter : parameters_) {
-    if (parameter.fired == 0 && !parameter.left && !parameter.late) continue;
+    if (parameter.fired == 0 && !parameter.coming && !parameter.left && !parameter.late) continue;
     parameter.fired = parameter.taken = 0;
-    parameter.left = parameter.late = false;
+    parameter.coming = parameter.left = parameter.late = false;
     parameter.held = {};
     if (auto alive = parameter.tensor.lock()) {
-      dropped.push_back(std::exchange(at::Tensor(std::move(alive)).mutable_grad(), at::Tensor()));
+      const at::Tensor& tensor = dropped.emplace_back(std::move(alive));  // nobody else may have it
+      dropped.push_back(std::exchange(tensor.mutable_grad(), at::Tensor()));
     }
   }
-  partial.swap(partial_);
 }
 
 /// Takes p.grad and hands it on, in the layout of the storage. Called without gradient_mutex_, for
@@ -223,7 +223,8 @@ void Engine::Impl::take_gradient(std::size_t index, const at::Tensor& tensor, bo
   optim::TrainedPage& page = *parameter.page;
   const std::uint64_t elements = page.elements();
   if (page.parameters.size() == 1 && covers_storage(tensor, elements)) {
-    if (grad.strides() != tensor.strides() || grad.scalar_type() != tensor.scalar_type()) {
+    if (grad.strides() != tensor.strides() || grad.scalar_type() != tensor.scalar_type() ||
+        grad.is_neg() || grad._is_zerotensor()) {
       at::Tensor same = at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options());
       same.copy_(grad);
       grad = std::move(same);
@@ -237,28 +238,47 @@ void Engine::Impl::take_gradient(std::size_t index, const at::Tensor& tensor, bo
 }
 
 /// Adds to what the parameters of a page have of their gradients; all of it, when it is complete.
+/// The sum is taken out meanwhile: operators run without the lock, and memory may be waited for.
 std::optional<Engine::Impl::Partial> Engine::Impl::add_to_partial(const Parameter& parameter,
                                                                   const at::Tensor& tensor,
                                                                   const at::Tensor& grad) {
   const optim::TrainedPage& page = *parameter.page;
-  at::Tensor zeros;
+  std::vector<c10::intrusive_ptr<c10::TensorImpl>> seen;  // go after the lock, as the sum does
+  Partial partial;
   std::unique_lock lock(gradient_mutex_);
-  while (!partial_.contains(&page)) {
-    if (zeros.defined()) {
-      partial_[&page] = {std::move(zeros), std::vector<bool>(page.parameters.size()), {}};
-      break;
-    }
-    lock.unlock();  // memory may have to be waited for
-    zeros = at::zeros({static_cast<std::int64_t>(page.elements())}, tensor.options());
+  added_.wait(lock, [&] { return !adding_.contains(&page); });
+  adding_.insert(&page);
+  if (auto known = partial_.extract(&page)) partial = std::move(known.mapped());
+  lock.unlock();
+  const auto put_back = [&] {
     lock.lock();
+    adding_.erase(&page);
+    added_.notify_all();
+    if (partial.flat.defined()) partial_.insert_or_assign(&page, std::move(partial));
+  };
+  try {
+    if (!partial.flat.defined()) {
+      partial.flat = at::zeros({static_cast<std::int64_t>(page.elements())}, tensor.options());
+      partial.present.resize(page.parameters.size());
+    }
+    wait_here(partial.summed, partial.flat);
+    partial.flat.as_strided(tensor.sizes(), tensor.strides(), tensor.storage_offset()).add_(grad);
+    partial.summed = mark_here();
+  } catch (...) {
+    put_back();
+    throw;
   }
-  Partial& partial = partial_[&page];
-  wait_here(partial.summed, partial.flat);
-  partial.flat.as_strided(tensor.sizes(), tensor.strides(), tensor.storage_offset()).add_(grad);
-  partial.summed = mark_here();
   partial.present[parameter.in_page] = true;
-  if (!is_complete(partial, page)) return std::nullopt;
+  put_back();
+  if (!is_complete(partial_.at(&page), page, seen)) return std::nullopt;
   return std::move(partial_.extract(&page).mapped());
+}
+
+/// The sums that pages with several parameters have; nobody adds to one meanwhile.
+std::unordered_map<const optim::TrainedPage*, Engine::Impl::Partial> Engine::Impl::take_partial() {
+  std::unique_lock lock(gradient_mutex_);
+  added_.wait(lock, [&] { return adding_.empty(); });
+  return std::exchange(partial_, {});
 }
 
 void Engine::Impl::push(const optim::TrainedPage& page, Partial gathered, bool late) {
@@ -279,16 +299,31 @@ void Engine::Impl::push(optim::TrainedPage& page, at::Tensor flat, std::vector<b
   runtime_->contribute(std::move(contribution));
 }
 
+/// The page of a parameter, also of one that was given a storage (.data =) which no operator has
+/// used yet, and could be its page; or that of the tensor's storage.
+const pager::Page& Engine::Impl::page_of(const at::Tensor& tensor) const {
+  for (const Parameter& parameter : parameters_) {
+    if (parameter.key != tensor.unsafeGetTensorImpl()) continue;
+    if (tensor.storage().unsafeGetStorageImpl() != parameter.storage->key()) {
+      require_page_of_its_kind(parameter, tensor);
+    }
+    require_layout(parameter, tensor);
+    return *parameter.storage->page();
+  }
+  const torch::PageStorage* const storage = find(tensor);
+  PAGODA_REQUIRE(storage != nullptr, "the tensor is not a parameter of this engine");
+  return *storage->page();
+}
+
 at::Tensor Engine::Impl::grad(const at::Tensor& tensor) {
   const Calling calling(*this, "grad()");
-  torch::PageStorage* storage = find(tensor);
-  PAGODA_REQUIRE(storage != nullptr, "the tensor is not a parameter of this engine");
+  const pager::Page& page = page_of(tensor);
   end_last_pass();
   take_set_gradients();
   push_late();
-  const std::uint64_t elements = storage->page()->elements;
+  const std::uint64_t elements = page.elements;
   const at::Tensor all = at::empty({static_cast<std::int64_t>(elements)}, at::kFloat);
-  runtime_->read_gradient(*storage->page(), {all.mutable_data_ptr<float>(), elements});
+  runtime_->read_gradient(page, {all.mutable_data_ptr<float>(), elements});
   if (const double scale = runtime_->loss_scale(); scale != 1) all.div_(scale);
   const at::Tensor out = all.as_strided(tensor.sizes(), tensor.strides(), tensor.storage_offset());
   return covers_storage(tensor, elements) ? out : out.clone();  // nobody else's elements

@@ -27,6 +27,7 @@ Engine::Impl::Calling::Calling(Impl& engine, const char* call, const std::atomic
                  "{} was called while another thread is in {}: "
                  "call one engine from one thread at a time",
                  call, around_->call_);
+  if (around_ == nullptr) engine.require_open();
   engine.calling_ = this;
 }
 
@@ -42,16 +43,88 @@ bool Engine::Impl::Calling::is_around_this_thread() const {
   return pass != torch::kNoPass && torch::Passes::runs_inside(pass);
 }
 
+/// A pass under way ends here: whoever has called close() waits for it.
+void Engine::Impl::require_open() const {
+  PAGODA_REQUIRE(!closing_.load(), "the engine has been closed: another thread has called close()");
+}
+
+std::string Engine::Impl::call_under_way() {
+  {
+    const std::lock_guard lock(calls_mutex_);
+    if (calling_ != nullptr) return calling_->call();
+  }
+  return runs_plain_pass() ? "a backward pass" : "a call of it";
+}
+
+void Engine::Impl::require_no_call_around(const char* call) {
+  const std::lock_guard lock(calls_mutex_);
+  PAGODA_REQUIRE(calling_ == nullptr || !calling_->is_around_this_thread(),
+                 "{} was called inside {}: call it when that has returned", call, calling_->call());
+  const int open = pass_events_->micro_batch();
+  PAGODA_REQUIRE(open == torch::kNoPass || !torch::Passes::runs_inside(open),
+                 "{} was called inside a backward pass: call it when that has returned", call);
+}
+
+bool Engine::Impl::runs_plain_pass() const {
+  if (hooks_.load() > 0) return true;
+  const int open = pass_events_->micro_batch();
+  return open != torch::kNoPass && torch::Passes::instance().under_way(open);
+}
+
+void Engine::Impl::begin_call(const std::string& label, const std::string& name,
+                              const std::string& argument) {
+  auto call = std::make_unique<OthersCall>(*this, label);
+  require_no_other_pass();
+  runtime_->begin_call(label, name, argument);
+  others_calls_.push_back(std::move(call));
+}
+
+void Engine::Impl::end_call(const std::string& error) {
+  PAGODA_REQUIRE(!others_calls_.empty(), "no call has begun");
+  const auto call = std::move(others_calls_.back());
+  others_calls_.pop_back();
+  runtime_->end_call(error);
+}
+
+void Engine::Impl::begin_work(const std::string& label) {
+  auto call = std::make_unique<OthersCall>(*this, label);
+  require_no_other_pass();
+  runtime_->begin_work(label);
+  others_calls_.push_back(std::move(call));
+}
+
+void Engine::Impl::end_work() {
+  runtime_->end_work();
+  if (!others_calls_.empty()) others_calls_.pop_back();
+}
+
+std::size_t Engine::Impl::open_calls() {
+  const std::lock_guard lock(calls_mutex_);
+  const bool mine = calling_ != nullptr && calling_->is_around_this_thread();
+  return mine ? others_calls_.size() : 0;
+}
+
+bool Engine::Impl::is_in_call(bool of_this_thread) {
+  const std::lock_guard lock(calls_mutex_);
+  return calling_ != nullptr && calling_->is_around_this_thread() == of_this_thread;
+}
+
+void Engine::Impl::barrier() {
+  const Calling calling(*this, "barrier()");
+  require_no_other_pass();
+  runtime_->barrier();
+}
+
 void Engine::Impl::backward(const at::Tensor& loss, std::optional<bool> last, bool retain_graph) {
   const Calling calling(*this, "backward()", &pass_);
   runtime_->check();
   PAGODA_REQUIRE(!parameters_.empty(), "no model is attached: call attach() first");
+  drop_retired();
   end_failed_pass();
-  for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    const auto tensor = reachable(parameters_[i]);
-    if (!tensor) continue;
-    check_parameter(i, *tensor);
-    if (tensor->requires_grad()) require_none_set(parameters_[i]);
+  check_parameters();
+  for (const Parameter& parameter : parameters_) {
+    const auto tensor = reachable(parameter);
+    if (tensor && tensor->requires_grad()) require_none_set(parameter);
   }
   {
     const std::lock_guard lock(gradient_mutex_);
@@ -64,10 +137,11 @@ void Engine::Impl::backward(const at::Tensor& loss, std::optional<bool> last, bo
     torch::run_backward(scale == 1 && !loss.is_leaf() ? loss : loss * scale, pass_, retain_graph);
     rethrow_untaken();
   } catch (...) {
+    const bool over = !runtime_->failed() && has_ended(pass_.load());  // on all threads of autograd
     pass_.store(torch::kNoPass);
     runtime_->check();  // the engine's own error says more than the operator's
     backward_failed();
-    end_failed_pass();
+    end_failed_pass(over);
     throw;
   }
   pass_.store(torch::kNoPass);
@@ -77,14 +151,19 @@ void Engine::Impl::backward(const at::Tensor& loss, std::optional<bool> last, bo
 }
 
 void Engine::Impl::gradient_comes(std::size_t index) {
+  const InHook inside(*this);
+  require_open();
   require_one_pass(parameters_[index]);
   if (pass_.load() == torch::kNoPass) end_failed_pass();  // before torch adds to what it has left
   rethrow_untaken();
   const std::lock_guard lock(gradient_mutex_);
   require_none_set(parameters_[index]);
+  parameters_[index].coming = true;
 }
 
 void Engine::Impl::gradient_ready(std::size_t index, const at::Tensor& tensor) {
+  const InHook inside(*this);
+  require_open();
   runtime_->check();
   Parameter& parameter = parameters_[index];
   if (!tensor.grad().defined()) return;
@@ -93,6 +172,7 @@ void Engine::Impl::gradient_ready(std::size_t index, const at::Tensor& tensor) {
   require_scaled_loss(parameter, tensor);
   {
     const std::lock_guard lock(gradient_mutex_);
+    parameter.coming = false;
     if (parameter.frozen && !parameter.thawed) {  // since the pass began: it stays in p.grad
       parameter.late = true;
       return;
@@ -111,10 +191,11 @@ void Engine::Impl::gradient_ready(std::size_t index, const at::Tensor& tensor) {
 /// Counts a gradient that has been accumulated; whether it is to be taken now. If not it stays
 /// where torch adds the next to it.
 bool Engine::Impl::claim(Parameter& parameter, const at::Tensor& tensor, bool complete) {
+  at::Tensor dropped;  // after the lock
   const std::lock_guard lock(gradient_mutex_);
   ++parameter.fired;
   if (parameter.taken > 0) {
-    tensor.mutable_grad() = at::Tensor();
+    dropped = std::exchange(tensor.mutable_grad(), at::Tensor());
     parameter.unforeseen = !torch::Passes::instance().distrust_running_functions();
     throw UserError(fmt::format(
         "parameter '{}' got another gradient in one backward() after its gradient had been handed "
@@ -188,6 +269,7 @@ void Engine::Impl::end_of_backward() {
     bool held_back = false;
     {
       const std::lock_guard lock(gradient_mutex_);
+      parameter.coming = false;
       if (parameter.fired == 0 && !parameter.left) continue;
       held_back = parameter.left || parameter.taken < parameter.fired;
     }
@@ -201,14 +283,8 @@ void Engine::Impl::end_of_backward() {
     parameter.fired = parameter.taken = 0;
     parameter.held = {};
   }
-  std::unordered_map<const optim::TrainedPage*, Partial> partial;
-  {
-    const std::lock_guard lock(gradient_mutex_);
-    partial.swap(partial_);
-  }
-  for (auto& [page, gathered] : partial) {
-    push(*page, std::move(gathered));
-  }
+  auto partial = take_partial();
+  for (auto& [page, gathered] : partial) push(*page, std::move(gathered));
 }
 
 /// The pass of the user's that this thread runs is a micro-batch, or part of one that is under way.
@@ -242,19 +318,25 @@ void Engine::Impl::require_one_pass(const Parameter& parameter) const {
                  parameter.name);
 }
 
-/// A call that needs all gradients came while another thread's loss.backward() runs. (One that has
-/// failed is under way until autograd's threads have let go of it.)
-void Engine::Impl::require_no_other_pass() const {
+/// Waits for the end of a pass, for some time. (One that has failed is under way until autograd's
+/// threads have let go of it.)
+bool Engine::Impl::has_ended(int pass) {
   constexpr auto kPatience = std::chrono::seconds(2);
-  const int open = pass_events_->micro_batch();
-  if (open == torch::kNoPass || torch::in_backward()) return;
   const auto until = std::chrono::steady_clock::now() + kPatience;
-  while (torch::Passes::instance().under_way(open)) {
-    PAGODA_REQUIRE(std::chrono::steady_clock::now() < until,
-                   "a backward pass runs on another thread: call one engine, and run its backward "
-                   "passes, from one thread at a time");
+  while (torch::Passes::instance().under_way(pass)) {
+    if (std::chrono::steady_clock::now() >= until) return false;
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
+  return true;
+}
+
+/// A call that needs all gradients came while another thread's loss.backward() runs.
+void Engine::Impl::require_no_other_pass() const {
+  const int open = pass_events_->micro_batch();
+  if (open == torch::kNoPass || torch::in_backward()) return;
+  PAGODA_REQUIRE(has_ended(open),
+                 "a backward pass runs on another thread: call one engine, and run its backward "
+                 "passes, from one thread at a time");
 }
 
 /// How often hooks fired says nothing. As ever with torch, the gradients that have come stay, until
@@ -264,14 +346,15 @@ void Engine::Impl::backward_failed() {
   failed_ = true;
   untaken_ = nullptr;
   for (Parameter& parameter : parameters_) {
-    parameter.left = parameter.left || parameter.fired > 0;
+    parameter.left = parameter.left || parameter.coming || parameter.fired > 0;
     parameter.fired = parameter.taken = 0;
+    parameter.coming = false;
   }
 }
 
 /// A pass that failed was a micro-batch of its own: the gradients that it left are handed on before
-/// those of another come.
-void Engine::Impl::end_failed_pass() {
+/// those of another come. `over`: nobody runs it any more.
+void Engine::Impl::end_failed_pass(bool over) {
   if (torch::in_backward() ? pass_events_->take_failure_of_last() : forget_failed_passes()) {
     backward_failed();
   }
@@ -286,7 +369,7 @@ void Engine::Impl::end_failed_pass() {
               {{"cause", error.message()}});
     drop_gradients();
   }
-  runtime_->backward_failed();
+  runtime_->backward_failed(over);
 }
 
 /// Whether a pass of the user's has failed since. Where none can be under way, none is.

@@ -33,7 +33,10 @@ void Engine::Impl::require_whole_model(const std::vector<at::Tensor>& model) con
     const auto alive = parameter.tensor.lock();
     any = any || (alive != nullptr && given.contains(alive.get()));
   }
-  PAGODA_REQUIRE(any, "no parameter of this model is a page of this engine");
+  PAGODA_REQUIRE(
+      any,
+      "no parameter of this model is a page of this engine: it was never attached or built by it, "
+      "or has been released");
   for (const Parameter& parameter : parameters_) {
     const auto alive = parameter.tensor.lock();
     PAGODA_REQUIRE(alive == nullptr || given.contains(alive.get()),
@@ -60,45 +63,65 @@ at::Tensor Engine::Impl::bytes_of(torch::PageStorage& storage) {
   return copy_on_device(storage);
 }
 
-at::Tensor Engine::Impl::copy_on_device(torch::PageStorage& storage) {
+/// …in `memory`, where that is given.
+at::Tensor Engine::Impl::copy_on_device(torch::PageStorage& storage, void* memory) {
   const at::DisableRecordFunctionGuard unseen;
   const auto bytes = static_cast<std::int64_t>(storage.page()->bytes());
-  const at::Tensor plain = at::empty({bytes}, at::TensorOptions(device()).dtype(at::kByte));
-  const pager::Hold held = runtime_->pager().hold(*storage.page(), consumer().get(), false);
+  const auto options = at::TensorOptions(device()).dtype(at::kByte);
+  const at::Tensor plain =
+      memory == nullptr ? at::empty({bytes}, options) : at::from_blob(memory, {bytes}, options);
+  // A pin, and no hold: operators of other threads wait for its room.
+  const pager::Access access{storage.page(), false};
+  const pager::Pin pin = runtime_->pager().touch({&access, 1}, 0, consumer().get());
   plain.copy_(at::from_blob(storage.key()->mutable_data(), {bytes}, plain.options()));
   if (const auto stream = consumer()) stream->synchronize();
   return plain;
 }
 
 Engine::Impl::PlainCopy Engine::Impl::copy_of(torch::PageStorage& storage) {
+  if (void* const kept = storage.kept_memory()) {
+    (void)copy_on_device(storage, kept);
+    return {&storage, {}};
+  }
   const at::Tensor plain = copy_on_device(storage);
   return {&storage, plain.storage().unsafeGetStorageImpl()->set_data_ptr(
                         c10::DataPtr(nullptr, plain.device()))};
 }
 
-void Engine::Impl::end_use(torch::PageStorage& storage) {
+/// Operators of other threads that have the page end first, and those that want it wait: they go on
+/// with what `become` has made of its storage.
+template <class Become>
+void Engine::Impl::end_page(torch::PageStorage& storage, const Become& become) {
+  pager::Pager& pager = runtime_->pager();
+  const pager::Access access{storage.page(), true};
+  pager.deny({&access, 1}, "this parameter's engine ends, or its model is being released");
+  pager.set_binding(*storage.page(), nullptr);
+  become();
   torch::StorageTable::instance().erase(storage.key());
+  pager.allow({&access, 1});
+}
+
+/// Nobody has found the page, or runs on it, any more.
+void Engine::Impl::wait_until_unused(const torch::PageStorage& storage) {
   torch::TableUse::wait_for_all();
   runtime_->pager().wait_until_unused(*storage.page());
 }
 
+/// The storage throws `why` from now on.
+void Engine::Impl::make_lost(torch::PageStorage& storage, const char* why) {
+  end_page(storage, [&] { storage.detach(why); });
+}
+
 void Engine::Impl::make_plain(PlainCopy& copy) {
-  // Operators of other threads that have it end first, and those that want it wait: they go on with
-  // what they find then, which is a plain storage.
-  pager::Pager& pager = runtime_->pager();
-  const pager::Access access{copy.storage->page(), true};
-  pager.deny({&access, 1}, "this parameter is about to become a plain tensor");
-  pager.set_binding(*copy.storage->page(), nullptr);
-  copy.storage->give_back(std::move(copy.data));
-  torch::StorageTable::instance().erase(copy.storage->key());
-  pager.allow({&access, 1});
-  end_use(*copy.storage);
+  end_page(*copy.storage, [&] { copy.storage->give_back(std::move(copy.data)); });
+  wait_until_unused(*copy.storage);
 }
 
 void Engine::Impl::release(const std::vector<at::Tensor>& model, const std::string& refusal) {
   torch::observer::require_no_operator("release()");
   const Calling calling(*this, "release()");
   require_no_other_pass();
+  const NoExchanges until_the_end(*this);
   drop_retired();
   std::vector<PlainCopy> copies;
   runtime_->release([&] {
@@ -125,7 +148,7 @@ void Engine::Impl::release(const std::vector<at::Tensor>& model, const std::stri
   });
   for (const PlainCopy& copy : copies) {
     runtime_->drop(*copy.storage->page());
-    storages_.erase(copy.storage->key());
+    (void)storages_.take(copy.storage->key());
   }
   drop_exchanged();
   forget_parameters();
@@ -138,20 +161,19 @@ void Engine::Impl::drop_exchanged() {
   const bool sharded = runtime_->ranks() > 1 && runtime_->config().zero == 3;
   std::unordered_set<const torch::PageStorage*> ours;
   for (const Parameter& parameter : parameters_) ours.insert(parameter.storage);
-  std::erase_if(storages_, [&](const auto& item) {
-    torch::PageStorage& storage = *item.second;
-    if (!ours.contains(&storage)) return false;
+  for (torch::PageStorage* storage : storages_.all()) {
+    if (!ours.contains(storage)) continue;
     // The page of a storage that has died is gone, unless other ranks may have read it until now.
-    const bool alive = storage.alive();
+    const bool alive = storage->alive();
     if (alive) {
-      end_use(storage);
-      runtime_->pager().set_binding(*storage.page(), nullptr);
-      storage.detach();
+      make_lost(*storage,
+                "this storage was a parameter's, which had another one when its model was released "
+                "(.data =, set_): keep a copy (p.data.clone())");
+      wait_until_unused(*storage);
     }
-    torch::StorageTable::instance().erase(storage.key());
-    if (alive || sharded) runtime_->drop(*storage.page());
-    return true;
-  });
+    const auto dropped = storages_.take(storage->key());
+    if (alive || sharded) runtime_->drop(*dropped->page());
+  }
 }
 
 /// After an attach() that failed: what it has made pages of are plain tensors again, where they
@@ -181,7 +203,7 @@ void Engine::Impl::give_back(const std::vector<NamedTensor>& model,
               c10::DataPtr(nullptr, plain.device()));
         }
         make_plain(copy);
-        storages_.erase(copy.storage->key());
+        (void)storages_.take(copy.storage->key());
         pages.push_back(page);
         if (runtime_->ranks() == 1) runtime_->drop(*std::exchange(pages.back(), nullptr));
       }
@@ -208,11 +230,13 @@ void Engine::Impl::require_host_memory(Bytes bytes) const {
 std::string Engine::Impl::close(bool give_back) noexcept {
   // Whoever has the last reference to a storage may drop it meanwhile: then there is nothing to do.
   std::vector<std::pair<torch::PageStorage*, c10::intrusive_ptr<c10::StorageImpl>>> left;
+  closing_.store(true);
+  const NoExchanges until_the_end(*this);
   if (give_back) {
-    for (const auto& [key, storage] : storages_) {
+    for (torch::PageStorage* storage : storages_.all()) {
       auto alive = storage->lock();
       if (alive != nullptr && storage->page() != nullptr) {
-        left.emplace_back(storage.get(), std::move(alive));
+        left.emplace_back(storage, std::move(alive));
       }
     }
   }
@@ -231,7 +255,7 @@ std::string Engine::Impl::close(bool give_back) noexcept {
     forget_parameters();
     for (PlainCopy& copy : copies) {
       make_plain(copy);
-      storages_.erase(copy.storage->key());
+      (void)storages_.take(copy.storage->key());
     }
     return {};
   }
@@ -240,11 +264,12 @@ std::string Engine::Impl::close(bool give_back) noexcept {
     names += fmt::format("{}'{}'", i == 0 ? "" : ", ", left[i].first->page()->name());
   }
   if (left.size() > kMostNames) names += fmt::format(" and {} others", left.size() - kMostNames);
-  const char* advice = runtime_->failed()
-                           ? "It had failed, so their values are lost: load what was saved before, "
-                             "and train from there"
-                           : "Call engine.release(model) or engine.save_pretrained(directory) "
-                             "before the engine ends";
+  const char* advice =
+      runtime_->failed()
+          ? "The engine had failed, so their values are lost: load what was saved before, "
+            "and train from there"
+          : "Call engine.release(model) or engine.save_pretrained(directory) "
+            "before the engine ends";
   return fmt::format(
       "the engine has ended with {} parameter{} that could not become plain tensors "
       "({}; {}): {}. {}",

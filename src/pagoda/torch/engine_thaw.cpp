@@ -120,14 +120,8 @@ void Engine::Impl::push_late() {
       take_gradient(index, tensor, true);
     }
   }
-  std::unordered_map<const optim::TrainedPage*, Partial> partial;
-  {
-    const std::lock_guard lock(gradient_mutex_);
-    partial.swap(partial_);
-  }
-  for (auto& [page, gathered] : partial) {
-    push(*page, std::move(gathered), true);
-  }
+  auto partial = take_partial();
+  for (auto& [page, gathered] : partial) push(*page, std::move(gathered), true);
 }
 
 /// After a step: what it has agreed to train is looked at no more.
@@ -142,12 +136,14 @@ void Engine::Impl::forget_thawed() {
   });
 }
 
-/// Whether all gradients of the page that can come in this pass have come. Holds gradient_mutex_.
-bool Engine::Impl::is_complete(const Partial& partial, const optim::TrainedPage& page) {
+/// Whether all gradients of the page that can come in this pass have come. Holds gradient_mutex_;
+/// `seen` keeps what it has looked at, for its last reference may be Python's by then.
+bool Engine::Impl::is_complete(const Partial& partial, const optim::TrainedPage& page,
+                               std::vector<c10::intrusive_ptr<c10::TensorImpl>>& seen) {
   for (const std::size_t index : of_page_.at(page.page)) {
     const Parameter& parameter = parameters_[index];
     if (parameter.page == nullptr || partial.present[parameter.in_page]) continue;
-    const auto alive = parameter.tensor.lock();
+    const auto& alive = seen.emplace_back(parameter.tensor.lock());
     if (alive != nullptr && alive->requires_grad()) return false;
   }
   return true;

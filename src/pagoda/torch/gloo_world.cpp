@@ -5,7 +5,6 @@
 #include <charconv>
 #include <cstdint>
 #include <cstdlib>
-#include <map>
 #include <mutex>
 #include <optional>
 #include <set>
@@ -18,16 +17,17 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
-#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "pagoda/base/clock.h"
 #include "pagoda/base/log.h"
 #include "pagoda/base/ranked_mutex.h"
 #include "pagoda/comm/sigpipe.h"
 #include "pagoda/comm/solo_world.h"
-#include "pagoda/engine/failure.h"
+#include "pagoda/torch/attempt.h"
 #include "pagoda/torch/backend_group.h"
+#include "pagoda/torch/join.h"
 #include "pagoda/torch/store_board.h"
+#include "pagoda/torch/store_connections.h"
 
 namespace pagoda::torch {
 namespace {
@@ -43,9 +43,6 @@ constexpr milliseconds kForever = std::chrono::hours(24 * 365 * 10);
 // After the first loss, for transfers with others that may still succeed: if a rank dropped its
 // connections at the first loss it saw, its peers could take it for the one that was lost.
 constexpr milliseconds kGrace{2000};
-
-// Grows with each interrupt_joins().
-std::atomic<unsigned> interrupts = 0;
 
 /// The first line: torch adds a stack trace.
 std::string reason_of(const std::exception& error) {
@@ -121,18 +118,29 @@ at::Tensor tensor_over(const std::byte* data, std::size_t bytes) {
 /// under NoSigpipe, and the loss becomes an error that names the rank.
 class GlooGroup final : public comm::Group {
  public:
+  using Settings = c10::intrusive_ptr<::c10d::ProcessGroupGloo::Options>;
+
+  /// Which interfaces it uses, as `address` says (GlooOptions), and how long it waits for others.
+  static Settings settings(const std::string& address, milliseconds timeout) {
+    const comm::NoSigpipe for_its_threads;
+    try {
+      auto gloo = address.empty() ? ::c10d::ProcessGroupGloo::Options::create_default(timeout)
+                                  : ::c10d::ProcessGroupGloo::Options::create(timeout);
+      if (!address.empty()) {
+        gloo->devices.push_back(::c10d::ProcessGroupGloo::createDeviceForHostname(address));
+      }
+      gloo->threads = static_cast<int>(gloo->devices.size());  // for Gloo's collectives: not used
+      return gloo;
+    } catch (const std::exception& error) {
+      throw EngineError(fmt::format("Gloo has no network interface to use: {}", reason_of(error)));
+    }
+  }
+
   GlooGroup(const c10::intrusive_ptr<::c10d::Store>& store, int rank, int size, std::string name,
-            const GlooOptions& options)
+            const Settings& settings)
       : Group(rank, size, std::move(name)) {
     const comm::NoSigpipe for_its_threads;
-    auto gloo = options.address.empty()
-                    ? ::c10d::ProcessGroupGloo::Options::create_default(options.join_timeout)
-                    : ::c10d::ProcessGroupGloo::Options::create(options.join_timeout);
-    if (!options.address.empty()) {
-      gloo->devices.push_back(::c10d::ProcessGroupGloo::createDeviceForHostname(options.address));
-    }
-    gloo->threads = static_cast<int>(gloo->devices.size());  // for Gloo's collectives: not used
-    process_group_ = c10::make_intrusive<::c10d::ProcessGroupGloo>(store, rank, size, gloo);
+    process_group_ = c10::make_intrusive<::c10d::ProcessGroupGloo>(store, rank, size, settings);
   }
 
  private:
@@ -177,7 +185,8 @@ class GlooGroup final : public comm::Group {
     } catch (const Error&) {
       throw;
     } catch (const std::exception& error) {
-      throw EngineError(fmt::format("receiving from any rank failed: {}", reason_of(error)));
+      log::debug("comm", "receiving from any rank failed", {{"cause", reason_of(error)}});
+      throw EngineError("a rank was killed or ended, or its connection was lost");
     }
   }
 
@@ -200,8 +209,9 @@ class GlooGroup final : public comm::Group {
   }
 
   comm::PeerLost loss(int peer, const std::exception& error) const {
-    return comm::PeerLost(peer, fmt::format("rank {} closed its connection, or lost it ({})", peer,
-                                            reason_of(error)));
+    log::debug("comm", "a transfer failed", {{"rank", peer}, {"cause", reason_of(error)}});
+    return comm::PeerLost(
+        peer, fmt::format("rank {} was killed or ended, or its connection was lost", peer));
   }
 
   c10::intrusive_ptr<::c10d::ProcessGroupGloo> process_group_;
@@ -212,18 +222,22 @@ class GlooGroup final : public comm::Group {
 
 class GlooWorld final : public comm::World {
  public:
-  /// `holder`: the rank whose process has the store, or -1.
-  GlooWorld(c10::intrusive_ptr<::c10d::Store> store, int rank, int size, int holder,
-            GlooOptions options)
-      : store_(std::move(store)),
-        // A connection of its own: one that waits for a rendezvous serves nobody else meanwhile.
-        board_(c10::make_intrusive<::c10d::PrefixStore>("board", store_->clone()),
-               options.board_timeout),
+  /// `holder`: the rank whose process has the store, or -1; `place`: as Join's; `began`: the join
+  /// that this world is made in.
+  GlooWorld(StoreConnections store, int rank, int size, int holder, std::string place,
+            GlooOptions options, const JoinDeadline& began)
+      : store_(std::move(store.groups)),
+        board_(c10::make_intrusive<::c10d::PrefixStore>("board", std::move(store.board)),
+               std::min(options.board_timeout, options.join_timeout)),
         rank_(rank),
         size_(size),
         holder_(holder),
         options_(std::move(options)),
-        gone_(static_cast<std::size_t>(size)) {}
+        gone_(static_cast<std::size_t>(size)),
+        join_(*this, std::move(place)) {
+    if (options_.joins_at_once) began_ = began;
+    join_.announce();
+  }
 
   ~GlooWorld() override {
     if (holder_ < 0) return;
@@ -245,16 +259,12 @@ class GlooWorld final : public comm::World {
                                 c10::Device(c10::kCUDA, current_gpu()));
     }
     const std::string prefix = fmt::format("group/{}/{}", groups_made_++, name);
-    wait_for_all(prefix);
-    try {
-      return std::make_unique<GlooGroup>(c10::make_intrusive<::c10d::PrefixStore>(prefix, store_),
-                                         rank_, size_, name, options_);
-    } catch (const Error&) {
-      throw;
-    } catch (const std::exception& error) {
-      throw EngineError(fmt::format("the ranks could not be connected: {}", reason_of(error)),
-                        {context("group", name), context("rank", rank_), context("size", size_)});
-    }
+    const bool alone = !join_.begun();  // no engine's
+    if (alone) begin_join(options_.join_timeout, options_.join_timeout);
+    join_.meet(prefix);
+    auto group = connect(prefix, name);
+    if (alone) join_.finish();
+    return group;
   }
 
   /// The next group of that name goes over this backend.
@@ -262,17 +272,26 @@ class GlooWorld final : public comm::World {
     for_gradients_ = std::move(backend);
   }
 
-  void give_up(std::string_view why) noexcept override {
+  void give_up(std::string_view story) noexcept override {
     try {
-      put(gave_up_key(rank_), why);
+      join_.give_up(story);
     } catch (const std::exception& error) {  // the others find out by their time-out
       log::debug("comm", "the other ranks could not be told", {{"error", reason_of(error)}});
     }
   }
 
-  void limit_joins(milliseconds patience, milliseconds limit) override {
-    patience_ = patience;
-    options_.join_timeout = limit;
+  void begin_join(milliseconds patience, milliseconds limit) override {
+    join_.begin(patience, std::exchange(began_, std::nullopt).value_or(JoinDeadline(limit)));
+  }
+  void finish_join(const std::function<void()>& call,
+                   const std::function<void(const std::string&)>& end) override {
+    attempt<int>(
+        [&] {
+          call();
+          return 0;
+        },
+        [&] { join_.look_at_clock(); }, [&](const std::exception& error) { end(error.what()); });
+    join_.finish();
   }
   void limit_waits(milliseconds limit) override {
     board_.set_patience(std::min(limit, options_.board_timeout));
@@ -287,50 +306,25 @@ class GlooWorld final : public comm::World {
   static c10::DeviceIndex current_gpu() {
     return c10::impl::VirtualGuardImpl(c10::kCUDA).getDevice().index();
   }
-  static double seconds_of(milliseconds time) { return static_cast<double>(time.count()) / 1000; }
   static std::string left_key(int rank) { return fmt::format("left/{}", rank); }
-  static std::string gave_up_key(int rank) { return fmt::format("gave up/{}", rank); }
 
-  /// Returns when all ranks are about to connect. Gloo's own rendezvous cannot be ended.
-  void wait_for_all(const std::string& group) {
-    constexpr milliseconds kFirstLook{1};
-    constexpr milliseconds kLook{50};
-    const auto here = [&](int rank) { return fmt::format("{}/here/{}", group, rank); };
-    put(here(rank_), "");
-    const Nanos began = now_ns();
-    const Nanos end = began + std::chrono::nanoseconds(options_.join_timeout).count();
-    const unsigned interrupts_before = interrupts.load();
-    bool told = false;
-    milliseconds pause = kFirstLook;
-    for (int r = 0; r < size_; ++r) {
-      while (!get(here(r)).has_value()) {
-        require_no_giving_up(r);
-        if (interrupts.load() != interrupts_before) {
-          throw EngineError(fmt::format("interrupted while it waited for rank {} to connect", r));
-        }
-        if (now_ns() > end) {
-          throw EngineError(fmt::format(
-              "rank {} has not come to connect with the others for {} s: start all ranks, or raise "
-              "join_timeout if one needs longer to start",
-              r, seconds_of(options_.join_timeout)));
-        }
-        if (!told && now_ns() - began > std::chrono::nanoseconds(patience_).count()) {
-          told = true;
-          log::warn("comm", "waiting for a rank that has not started yet",
-                    {{"rank", r},
-                     {"waited_s", seconds_of(patience_)},
-                     {"join_timeout", seconds_of(options_.join_timeout)}});
-        }
-        std::this_thread::sleep_for(pause);
-        pause = std::min(kLook, 2 * pause);
-      }
-    }
-    for (int r = 0; r < size_; ++r) require_no_giving_up(r);  // it may have come and gone
-  }
-
-  void require_no_giving_up(int rank) {
-    if (const auto why = get(gave_up_key(rank))) {
-      throw engine::RankFailed(fmt::format("rank {} failed: {}", rank, *why));
+  /// Neither Gloo's own rendezvous nor the look-up of a host name can be ended.
+  std::unique_ptr<comm::Group> connect(const std::string& prefix, const std::string& name) {
+    const milliseconds left = std::max(milliseconds(1), join_.deadline().left());
+    auto store = c10::make_intrusive<::c10d::PrefixStore>(prefix, store_);
+    try {
+      return attempt<std::unique_ptr<comm::Group>>(
+          [store, name, rank = rank_, size = size_, address = options_.address, left] {
+            return std::make_unique<GlooGroup>(store, rank, size, name,
+                                               GlooGroup::settings(address, left));
+          },
+          [&] { join_.look(); });
+    } catch (const Error&) {
+      throw;
+    } catch (const std::exception& error) {
+      log::debug("comm", "a group could not be connected",
+                 {{"group", name}, {"cause", reason_of(error)}});
+      join_.find_lost_rank();
     }
   }
 
@@ -338,6 +332,7 @@ class GlooWorld final : public comm::World {
     const Nanos end = now_ns() + std::chrono::nanoseconds(options_.linger).count();
     for (int r = 0; r < size_; ++r) {
       const auto& gone = gone_[static_cast<std::size_t>(r)];
+      if (!join_.is_known(r)) continue;  // it has never come
       while (!gone.load() && !get(left_key(r)).has_value() && now_ns() < end) {
         std::this_thread::sleep_for(milliseconds(5));
       }
@@ -350,8 +345,9 @@ class GlooWorld final : public comm::World {
   const int size_;
   const int holder_;
   GlooOptions options_;
-  milliseconds patience_{60'000};
   std::vector<std::atomic<bool>> gone_;  // ranks whose processes are
+  Join join_;
+  std::optional<JoinDeadline> began_;  // of the first join, if it began before its engine
   std::size_t groups_made_ = 0;
   c10::intrusive_ptr<::c10d::Backend> for_gradients_;
 };
@@ -375,20 +371,7 @@ int required_number(const char* name, int least, int most) {
   return value;
 }
 
-/// The process that serves the store does so from its first world to its end: a rank that is ahead
-/// may have come to the next world's already, and would lose it with the one before.
-void keep_server(const c10::intrusive_ptr<::c10d::TCPStore>& server) {
-  static auto& mutex = *new RankedMutex<LockRank::StoreBoard>;
-  static auto& servers = *new std::map<std::uint16_t, c10::intrusive_ptr<::c10d::TCPStore>>;
-  const std::lock_guard lock(mutex);
-  servers.emplace(server->getPort(), server);  // later ones of this port are the same server's
-}
-
 }  // namespace
-
-void interrupt_joins() noexcept {
-  ++interrupts;
-}
 
 std::shared_ptr<comm::World> world_from_env(const GlooOptions& options) {
   bool any = false;
@@ -405,40 +388,27 @@ std::shared_ptr<comm::World> world_from_env(const GlooOptions& options) {
   // torchrun's agent may hold the store itself; then every rank is a client of it.
   const char* agent = std::getenv("TORCHELASTIC_USE_AGENT_STORE");
   const bool agent_holds = agent != nullptr && std::string_view(agent) == "True";
-  ::c10d::TCPStoreOptions store_options;
-  store_options.port = static_cast<std::uint16_t>(port);
-  store_options.isServer = !agent_holds && rank == 0;
-  store_options.waitWorkers = false;  // the first group waits for everyone
-  store_options.multiTenant = true;   // the process's own torch.distributed may have this store too
-  store_options.timeout = options.join_timeout;
   // The number of worlds this process has made, and of the attempt where torchrun restarts ranks
   // over one store: their keys must not meet.
   static std::atomic<int> worlds = 0;
   const char* restarts = std::getenv("TORCHELASTIC_RESTART_COUNT");
-  const std::string prefix =
-      fmt::format("pagoda/{}/{}", restarts != nullptr ? restarts : "0", worlds.fetch_add(1));
-  try {
-    auto tcp = c10::make_intrusive<::c10d::TCPStore>(address, store_options);
-    if (store_options.isServer) keep_server(tcp);
-    auto store = c10::make_intrusive<::c10d::PrefixStore>(prefix, std::move(tcp));
-    return std::make_shared<GlooWorld>(std::move(store), rank, size, agent_holds ? -1 : 0, options);
-  } catch (const Error&) {
-    throw;
-  } catch (const std::exception& error) {
-    throw EngineError(
-        fmt::format("no store at {}:{} (MASTER_ADDR, MASTER_PORT), for which "
-                    "join_timeout lets rank {} wait {} s: {}",
-                    address, port, rank, static_cast<double>(options.join_timeout.count()) / 1000,
-                    reason_of(error)),
-        {context("rank", rank), context("size", size)});
-  }
+  const std::string attempt_number = restarts != nullptr ? restarts : "0";
+  const JoinDeadline deadline(options.join_timeout);
+  const StoreConnections store = connect_to_store(
+      {address, static_cast<std::uint16_t>(port), !agent_holds && rank == 0}, deadline);
+  return std::make_shared<GlooWorld>(
+      store.under(fmt::format("pagoda/{}/{}", attempt_number, worlds.fetch_add(1))), rank, size,
+      agent_holds ? -1 : 0, fmt::format("{}:{} {}", address, port, attempt_number), options,
+      deadline);
 }
 
 std::shared_ptr<comm::World> world_from_store(c10::intrusive_ptr<::c10d::Store> store, int rank,
                                               int size, const GlooOptions& options) {
   PAGODA_REQUIRE(store.defined());
   PAGODA_REQUIRE(rank >= 0 && rank < size, "rank {} of {}", rank, size);
-  return std::make_shared<GlooWorld>(std::move(store), rank, size, -1, options);
+  const JoinDeadline deadline(options.join_timeout);
+  return std::make_shared<GlooWorld>(connect_again(store, deadline), rank, size, -1, "", options,
+                                     deadline);
 }
 
 std::shared_ptr<comm::World> world_from_group(const ::c10d::ProcessGroup& group,
@@ -451,11 +421,15 @@ std::shared_ptr<comm::World> world_from_group(const ::c10d::ProcessGroup& group,
   // Worlds of one group are numbered on its store: every rank makes them in the same order.
   auto store = group.getStore();
   PAGODA_REQUIRE(store.defined(), "the process group has no store through which its ranks meet");
+  const JoinDeadline deadline(options.join_timeout);
+  const StoreConnections connections = connect_again(store, deadline);
   const std::int64_t number =
-      store->add(fmt::format("pagoda/worlds of rank {}", group.getRank()), 1);
-  auto world = std::make_shared<GlooWorld>(
-      c10::make_intrusive<::c10d::PrefixStore>(fmt::format("pagoda/world {}", number), store),
-      group.getRank(), group.getSize(), -1, options);
+      count_up(connections, fmt::format("pagoda/worlds of rank {}", group.getRank()), deadline);
+  const std::string place = fmt::format("process group over {}", fmt::ptr(store.get()));
+  if (number == 1) Join::forget(place);  // another store was there
+  auto world =
+      std::make_shared<GlooWorld>(connections.under(fmt::format("pagoda/world {}", number)),
+                                  group.getRank(), group.getSize(), -1, place, options, deadline);
   if (gradients != nullptr) world->use_for_gradients(gradients->getBackend(c10::kCUDA));
   return world;
 }

@@ -20,10 +20,12 @@ struct GlooOptions {
   /// An address or host name of this machine on which the others reach it. Empty: the interfaces
   /// that GLOO_SOCKET_IFNAME names, else the one the machine's host name leads to.
   std::string address;
-  /// How long a rank waits for the others to come to a rendezvous: the store's, or a new group's,
-  /// of which an engine says it anew (Config::join_timeout). What happens on a group later has no
-  /// time-out: comm::Watch ends what hangs.
+  /// How long a rank waits for the others to come: to the store, and to the groups of an engine,
+  /// which says it anew (Config::join_timeout). What happens on a group later has no time-out:
+  /// comm::Watch ends what hangs.
   std::chrono::milliseconds join_timeout{300'000};
+  /// The world is made for one engine, whose join begins here, and not with the engine.
+  bool joins_at_once = false;
   /// A board (the store) that has not answered for this long is lost.
   std::chrono::milliseconds board_timeout{60'000};
   /// How long the rank that holds the store waits, when its world ends, for the others' to end:

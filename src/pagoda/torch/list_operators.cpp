@@ -141,7 +141,7 @@ class ForeachInParts final : public c10::OperatorKernel {
 
   void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet keys, Stack* stack) {
     const auto count = static_cast<std::ptrdiff_t>(handle.schema().arguments().size());
-    if (StorageTable::instance().empty() ||
+    if (observer::no_pages() ||
         std::none_of(stack->end() - count, stack->end(),
                      [](const c10::IValue& argument) { return has_page(argument); })) {
       return replaced_.callBoxed(handle, keys, stack);
@@ -211,7 +211,7 @@ void copy_pieces(const at::MaterializedITensorListRef& tensors, std::int64_t dim
 /// Brings the pages of a cat() in, if it has some. False: they do not fit together.
 bool bring_in(std::optional<KernelPages>& pages, const at::ITensorListRef& tensors,
               const at::Tensor* out) {
-  if (StorageTable::instance().empty()) return true;
+  if (observer::no_pages()) return true;
   const bool any = std::any_of(tensors.begin(), tensors.end(),
                                [](const at::Tensor& tensor) { return has_page(tensor); });
   if (!any && (out == nullptr || !has_page(*out))) return true;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "pagoda/torch/observer.h"
 
-#include <atomic>
+#include <cstdint>
 #include <cstring>
 #include <mutex>
 #include <optional>
@@ -31,7 +31,9 @@
 #include "pagoda/torch/operator_traits.h"
 #include "pagoda/torch/page_storage.h"
 #include "pagoda/torch/passes.h"
+#include "pagoda/torch/sparse_parts.h"
 #include "pagoda/torch/storage_table.h"
+#include "pagoda/torch/table_change.h"
 #include "pagoda/torch/table_use.h"
 
 namespace pagoda::torch {
@@ -52,12 +54,9 @@ using HeldPages = c10::SmallVector<Held, 1>;
 
 namespace {
 
-std::atomic<bool> counting{false};
-std::atomic<std::uint64_t> operators_seen{0};
-std::atomic<std::uint64_t> operators_touching{0};
-
 thread_local bool touching = false;    // this thread brings an operator's pages in
 thread_local bool looking_up = false;  // its operator reads rows in place
+thread_local int denials = 0;          // operators of this thread that are about to throw
 
 struct OperatorContext final : at::ObserverContext {
   HeldPages held;
@@ -84,51 +83,109 @@ void note(PageStorage& storage, bool write, HeldPages& held) {
   mine->accesses.push_back({storage.page(), write});
 }
 
-/// A leaf whose storage is no page: if it is a parameter of an engine, it was given another
-/// storage, which becomes its page.
-void readopt(const at::Tensor& tensor, TableUse& use) noexcept {
+/// Lets go of Python's lock, for what may wait.
+using Unlocked = std::optional<WithoutInterpreterLock>;
+
+/// The search for the pages of an operator's arguments.
+struct PageSearch {
+  TableUse& use;  // what is found can be used until it is pinned, or this ends
+  Unlocked& unlocked;
+  /// A parameter got another page on the way: what was found before may be that one, by the storage
+  /// that it had. All are to be looked for again.
+  bool found_new_storage = false;
+  bool may_exchange = true;
+  std::uint64_t began = 0;  // the moment (TableChange)
+
+  /// Finds what `look` looks for, all of one moment.
+  template <class Look>
+  void run(const Look& look) {
+    do {
+      found_new_storage = false;
+      began = TableChange::wait_for_none();
+      look();
+    } while (found_new_storage || !is_valid());
+  }
+  bool is_valid() const noexcept { return TableChange::none_since(began); }
+};
+
+/// A leaf whose storage is no parameter's page: if it is a parameter of an engine, it was given
+/// another storage, which becomes its page.
+void readopt(const at::Tensor& tensor, PageSearch& search) noexcept {
   const auto find = [&] { return ParameterTable::instance().find(tensor.unsafeGetTensorImpl()); };
   const AttachedParameter* parameter = find();
-  if (parameter != nullptr && use.enter()) parameter = find();
+  if (parameter != nullptr && search.use.enter()) parameter = find();
   if (parameter == nullptr) return;
-  const at::RecordFunctionGuard no_recursion(false);
+  if (!search.unlocked) search.unlocked.emplace();
   try {
     parameter->client->storage_exchanged(parameter->number);
+    search.found_new_storage = true;
   } catch (...) {
     parameter->client->touch_failed(std::current_exception());
   }
 }
 
-/// The page can be used until it is pinned, or `use` ends.
-PageStorage* page_of(const at::Tensor& tensor, TableUse& use) {
+PageStorage* page_of(const at::Tensor& tensor, PageSearch& search) {
   const auto find = [&] {
     return StorageTable::instance().find(
         tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
   };
   if (!tensor.defined() || !tensor.has_storage()) return nullptr;
   PageStorage* page = find();
-  if (page != nullptr && use.enter()) page = find();
+  if (page != nullptr && search.use.enter()) page = find();
   // A parameter has hooks, also while it is frozen; what operators make under no_grad has nothing.
-  if (page != nullptr || tensor.unsafeGetTensorImpl()->autograd_meta() == nullptr ||
-      !tensor.is_leaf()) {
+  if ((page != nullptr && !page->former()) || !search.may_exchange ||
+      tensor.unsafeGetTensorImpl()->autograd_meta() == nullptr || !tensor.is_leaf()) {
     return page;
   }
-  readopt(tensor, use);
+  readopt(tensor, search);
   page = find();
-  return page != nullptr && use.enter() ? find() : page;
+  return page != nullptr && search.use.enter() ? find() : page;
 }
 
 /// Notes the pages of an argument. Every operator pays for this one.
-void look(const c10::IValue& value, bool write, HeldPages& held, TableUse& use) {
+void note_pages(const c10::IValue& value, bool write, HeldPages& held, PageSearch& search) {
   if (value.isTensor()) {
-    if (PageStorage* page = page_of(value.toTensor(), use)) note(*page, write, held);
+    const at::Tensor& tensor = value.toTensor();
+    if (PageStorage* page = page_of(tensor, search)) note(*page, write, held);
+    if (!tensor.defined() || tensor.has_storage()) return;
+    for (const at::Tensor& part : sparse_parts(tensor)) {
+      if (PageStorage* page = page_of(part, search)) note(*page, write, held);
+    }
   } else if (value.isList()) {
-    for (const c10::IValue& element : value.toListRef()) look(element, write, held, use);
+    for (const c10::IValue& element : value.toListRef()) note_pages(element, write, held, search);
   } else if (value.isTuple()) {
     for (const c10::IValue& element : value.toTupleRef().elements()) {
-      look(element, write, held, use);
+      note_pages(element, write, held, search);
     }
   }
+}
+
+/// …of all of them.
+void note_pages(c10::ArrayRef<const c10::IValue> inputs, HeldPages& held, PageSearch& search) {
+  search.run([&] {
+    held.clear();
+    for (const c10::IValue& input : inputs) note_pages(input, false, held, search);
+  });
+  search.may_exchange = false;
+}
+
+/// A tensor of a kernel that brings its pages in by itself, and whether the kernel writes to it.
+using AddedTensor = std::pair<at::Tensor, bool>;
+
+/// …of its tensors from `first` on; of all if anything was exchanged since `found`.
+void find_added_pages(std::span<const AddedTensor> added, std::size_t first, std::uint64_t found,
+                      HeldPages& held, PageSearch& search) {
+  search.run([&] {
+    if (search.began != found) first = 0;
+    if (first == 0) held.clear();
+    for (const auto& [tensor, write] : added.subspan(first)) {
+      PageStorage* page = page_of(tensor, search);
+      if (page == nullptr) continue;
+      note(*page, write, held);
+      CustomFunctions::uses(*page->page());
+    }
+    if (search.found_new_storage) first = 0;
+  });
 }
 
 /// Whether this is the forward of a custom autograd function in Python: its name is that of a
@@ -175,13 +232,14 @@ std::vector<std::int64_t> values_of(const at::Tensor& indices) {
 }
 
 /// Lets an embedding read its rows where they lie; false: its page is to be touched.
-bool look_up(c10::ArrayRef<const c10::IValue> inputs, Held& held, TableUse& use) {
+bool look_up(c10::ArrayRef<const c10::IValue> inputs, Held& held) {
   if (held.accesses.size() != 1 || held.accesses[0].write || inputs.size() < 2 ||
       !inputs[0].isTensor() || !inputs[1].isTensor() || !dispatches_plainly()) {
     return false;
   }
   const at::Tensor& weight = inputs[0].toTensor();
-  const PageStorage* storage = page_of(weight, use);
+  const PageStorage* storage = StorageTable::instance().find(
+      weight.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
   if (storage == nullptr || storage->page() != held.accesses[0].page) return false;
   const at::Tensor& indices = inputs[1].toTensor();
   const bool plain = weight.dim() == 2 && weight.is_contiguous() &&
@@ -211,21 +269,44 @@ class Touching {
   ~Touching() { touching = false; }
 };
 
-std::unique_ptr<at::ObserverContext> operator_starts(const at::RecordFunction& function) {
-  if (counting.load(std::memory_order_relaxed)) {
-    operators_seen.fetch_add(1, std::memory_order_relaxed);
+/// Brings in the pages of an operator that begins, or denies them to it.
+void bring_pages(c10::ArrayRef<const c10::IValue> inputs, const OperatorTraits& traits,
+                 OperatorContext& context) {
+  const Touching unobserved;
+  for (std::size_t i = 0; i < context.held.size(); ++i) {
+    Held& held = context.held[i];
+    try {
+      held.consumer = held.client->consumer();
+      if (traits.looks_up && context.held.size() == 1 && look_up(inputs, held)) {
+        context.looks_up = looking_up = true;
+        break;
+      }
+      held.pin = held.pager->touch(held.all(), touch_mode(), held.consumer.get());
+    } catch (...) {
+      // A callback may not throw: the storage does it, when the kernel asks it for its bytes. (A
+      // kernel that only calls other operators may get through: each of them is observed.)
+      held.pager->deny(held.all(), held.client->touch_failed(std::current_exception()));
+      context.denied = std::move(held);
+      ++denials;
+      context.held.resize(i);  // what was pinned before is let go at the end
+      break;
+    }
   }
+}
+
+std::unique_ptr<at::ObserverContext> operator_starts(const at::RecordFunction& function) {
   if (touching || looking_up) return nullptr;
   BirthScope::operator_starts();  // what was made by the last operator may have become a parameter
-  if (StorageTable::instance().empty()) return nullptr;
+  if (observer::no_pages()) return nullptr;
   if (evaluates_node(function)) {
     return Passes::instance().node_begins(function.name() + kEvaluation.size());
   }
   const auto inputs = function.inputs();
   HeldPages pages;
-  std::optional<WithoutInterpreterLock> unlocked;  // taken again when nothing else is held
-  TableUse use;  // until they are pinned or denied: engines that end wait for that, too
-  for (const c10::IValue& input : inputs) look(input, false, pages, use);
+  Unlocked unlocked;  // taken again when nothing else is held
+  TableUse use;       // until they are pinned or denied: engines that end wait for that, too
+  PageSearch search{use, unlocked};
+  note_pages(inputs, pages, search);
   std::unique_ptr<OperatorContext> context;
   if (applies_function(function)) {
     context = std::make_unique<OperatorContext>();
@@ -235,38 +316,25 @@ std::unique_ptr<at::ObserverContext> operator_starts(const at::RecordFunction& f
   if (pages.empty()) return context;
   const OperatorTraits& traits = operator_traits(function);
   if (traits.needs_no_data && !(traits.reads_pointers_on_gpu && on_a_gpu(pages))) return context;
-  for (std::size_t i = 0; i < inputs.size() && traits.writes != 0; ++i) {
-    if (traits.writes_argument(i)) look(inputs[i], true, pages, use);
-  }
   if (context == nullptr) context = std::make_unique<OperatorContext>();
-  context->held = std::move(pages);
-  for (const Held& held : context->held) {
-    for (const pager::Access& access : held.accesses) CustomFunctions::uses(*access.page);
-  }
-  // Most operators are called without it. A custom function, tolist() and a copy of a storage are
-  // not, and whoever has what they wait for may need it to go on.
-  unlocked.emplace();
-  const Touching unobserved;
-  for (std::size_t i = 0; i < context->held.size(); ++i) {
-    Held& held = context->held[i];
-    try {
-      held.consumer = held.client->consumer();
-      if (traits.looks_up && context->held.size() == 1 && look_up(inputs, held, use)) {
-        context->looks_up = looking_up = true;
-        break;
-      }
-      held.pin = held.pager->touch(held.all(), touch_mode(), held.consumer.get());
-    } catch (...) {
-      // A callback may not throw: the storage does it, when the kernel asks it for its bytes. (A
-      // kernel that only calls other operators may get through: each of them is observed.)
-      held.pager->deny(held.all(), held.client->touch_failed(std::current_exception()));
-      context->denied = std::move(held);
-      context->held.resize(i);  // what was pinned before is let go at the end
-      break;
+  for (;;) {
+    for (std::size_t i = 0; i < inputs.size() && traits.writes != 0; ++i) {
+      if (traits.writes_argument(i)) note_pages(inputs[i], true, pages, search);
     }
-  }
-  if (counting.load(std::memory_order_relaxed)) {
-    operators_touching.fetch_add(1, std::memory_order_relaxed);
+    context->held = std::move(pages);
+    for (const Held& held : context->held) {
+      for (const pager::Access& access : held.accesses) CustomFunctions::uses(*access.page);
+    }
+    // Most operators are called without it. A custom function, tolist() and a copy of a storage are
+    // not, and whoever has what they wait for may need it to go on.
+    if (!unlocked) unlocked.emplace();
+    bring_pages(inputs, traits, *context);
+    if (context->denied || search.is_valid()) break;
+    // Another thread has exchanged a storage: what was found may be another tensor's page by now.
+    if (std::exchange(context->looks_up, false)) looking_up = false;
+    context->held.clear();
+    search.may_exchange = true;
+    note_pages(inputs, pages, search);
   }
   if (trace::on()) context->began = now_ns();
   return context;
@@ -276,11 +344,17 @@ void operator_ends(const at::RecordFunction& function, at::ObserverContext* cont
   if (context == nullptr) return;
   if (evaluates_node(function)) return Passes::instance().node_ends(*context);
   auto& ended = static_cast<OperatorContext&>(*context);
+  // Whoever has the pager's lock may wait for Python's.
+  Unlocked unlocked;
+  if (!ended.held.empty() || ended.denied) unlocked.emplace();
   const Nanos end = ended.began != 0 ? now_ns() : 0;
   // First what cannot throw: a page that stays pinned would stay for good.
   if (ended.looks_up) looking_up = false;
   for (Held& held : ended.held) held.pin.release();
-  if (ended.denied) ended.denied->pager->allow(ended.denied->all());
+  if (ended.denied) {
+    ended.denied->pager->allow(ended.denied->all());
+    --denials;
+  }
   if (ended.applies) CustomFunctions::instance().ends();
   if (ended.began != 0) trace::slice("operator", function.name(), ended.began, end);
 }
@@ -310,6 +384,7 @@ void in_child() {
   });
   ParameterTable::instance().forget_all([](AttachedParameter&) {});
   TableUse::forget_all();
+  TableChange::forget_all();
   after_fork(true);
 }
 
@@ -321,7 +396,32 @@ std::optional<at::CallbackHandle> installed_as;  // guarded by install_mutex
 
 struct KernelPages::State {
   HeldPages pages;
-  TableUse use;  // until touch()
+  TableUse use;                                        // until touch()
+  std::uint64_t found = TableChange::wait_for_none();  // when `pages` were
+  c10::SmallVector<AddedTensor, 8> added;              // also plain ones: they may become pages
+
+  /// Finds those of what was added from `first` on, and of all if there was an exchange since.
+  void find_pages(std::size_t first) {
+    Unlocked unlocked;  // kernels are called without it as it is
+    PageSearch search{use, unlocked};
+    find_added_pages({added.data(), added.size()}, first, found, pages, search);
+    found = search.began;
+  }
+
+  std::optional<std::string> bring() {
+    const Touching unobserved;
+    for (Held& held : pages) {
+      try {
+        held.consumer = held.client->consumer();
+        held.pin = held.pager->touch(held.all(), touch_mode(), held.consumer.get());
+      } catch (const pager::OperatorTooLarge& error) {
+        return error.what();
+      } catch (...) {
+        throw std::runtime_error(held.client->touch_failed(std::current_exception()));
+      }
+    }
+    return std::nullopt;
+  }
 };
 
 KernelPages::KernelPages() : state_(std::make_unique<State>()) {}
@@ -329,10 +429,8 @@ KernelPages::KernelPages() : state_(std::make_unique<State>()) {}
 KernelPages::~KernelPages() = default;
 
 void KernelPages::add(const at::Tensor& tensor, bool write) {
-  PageStorage* page = page_of(tensor, state_->use);
-  if (page == nullptr) return;
-  note(*page, write, state_->pages);
-  CustomFunctions::uses(*page->page());
+  state_->added.emplace_back(tensor, write);
+  state_->find_pages(state_->added.size() - 1);
 }
 
 bool KernelPages::empty() const noexcept {
@@ -354,18 +452,13 @@ Bytes KernelPages::room() const {
 }
 
 std::optional<std::string> KernelPages::touch() {
-  const Touching unobserved;
-  for (Held& held : state_->pages) {
-    try {
-      held.consumer = held.client->consumer();
-      held.pin = held.pager->touch(held.all(), touch_mode(), held.consumer.get());
-    } catch (const pager::OperatorTooLarge& error) {
-      return error.what();
-    } catch (...) {
-      throw std::runtime_error(held.client->touch_failed(std::current_exception()));
-    }
+  for (;;) {
+    if (auto too_large = state_->bring()) return too_large;
+    if (TableChange::none_since(state_->found)) break;
+    state_->find_pages(0);  // another thread has exchanged a storage
   }
   state_->use.leave();
+  state_->added.clear();
   return std::nullopt;
 }
 
@@ -396,12 +489,15 @@ void require_no_operator(const char* call) {
       call);
 }
 
-void count(bool on) {
-  counting.store(on, std::memory_order_relaxed);
+bool no_pages() noexcept {
+  if (!StorageTable::instance().empty()) return false;
+  // While the only page gets another storage there is none for a moment.
+  const std::uint64_t moment = TableChange::wait_for_none();
+  return StorageTable::instance().empty() && TableChange::none_since(moment);
 }
 
-Counts counts() {
-  return {operators_seen.load(), operators_touching.load()};
+bool is_denying() noexcept {
+  return denials > 0;
 }
 
 }  // namespace observer

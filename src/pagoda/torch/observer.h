@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstddef>
-#include <cstdint>
 #include <exception>
 #include <memory>
 #include <optional>
@@ -25,7 +24,8 @@ class ObserverClient {
   /// cause that the operator throws. Any thread.
   virtual std::string touch_failed(std::exception_ptr error) noexcept = 0;
   /// A parameter that is trained has been given a storage that is no page (`.data =`, `set_`,
-  /// `module.to()`); an operator is about to use it. Throws what prevents that it becomes one.
+  /// `module.to()`); an operator is about to use it. Throws what prevents that it becomes one: the
+  /// operator runs on the plain storage.
   virtual void storage_exchanged(std::size_t parameter) = 0;
   /// The stream that the calling thread's operators run on; null: they run on the thread itself.
   virtual std::shared_ptr<device::Stream> consumer() = 0;
@@ -40,21 +40,17 @@ struct AttachedParameter {
 /// Sees every operator before it runs and brings in the pages that it is about to read or write
 /// (at::RecordFunction). One for the process, while any engine lives; docs/notes/paging.md.
 ///
-/// install() and remove() count; they are called when no operator runs on pages.
+/// install() and remove() count. After the last remove() storages that were pages must throw.
 namespace observer {
 
 void install();
 void remove();
 /// UserError if the calling thread is inside an operator that has pages: `call` would wait for it.
 void require_no_operator(const char* call);
-/// Operators seen, and those of them that touched pages; since the process began.
-struct Counts {
-  std::uint64_t operators = 0;
-  std::uint64_t touching = 0;
-};
-/// Counts only while `on`; off at first, for it costs a contended write an operator.
-void count(bool on);
-Counts counts();
+/// Whether no storage is a page, or is just becoming one.
+bool no_pages() noexcept;
+/// Whether the calling thread is inside an operator that is denied its pages.
+bool is_denying() noexcept;
 
 }  // namespace observer
 

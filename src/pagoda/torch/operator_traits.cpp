@@ -36,6 +36,10 @@ constexpr std::array<std::string_view, 22> kShapeOnly = {"aten::empty_like",
                                                          "aten::_has_compatible_shallow_copy_type",
                                                          "aten::requires_grad_"};
 
+// Composite operators and views with kernels that look at the bytes of an argument themselves.
+constexpr std::array<std::string_view, 3> kReaders = {"aten::max_pool1d", "aten::tensor_split",
+                                                      "aten::ctc_loss"};
+
 constexpr std::array<std::string_view, 4> kRecurrent = {"aten::lstm", "aten::gru", "aten::rnn_tanh",
                                                         "aten::rnn_relu"};
 
@@ -44,11 +48,9 @@ bool is_over_a_list(std::string_view name) {
   return name.starts_with("aten::_foreach_") || name == "aten::cat" || name == "aten::stack";
 }
 
-bool is_shape_only(std::string_view name) {
-  for (const std::string_view known : kShapeOnly) {
-    if (name == known) return true;
-  }
-  return false;
+template <std::size_t kCount>
+bool is_one_of(const std::array<std::string_view, kCount>& names, std::string_view name) {
+  return std::find(names.begin(), names.end(), name) != names.end();
 }
 
 /// All results alias inputs and nothing is written: only sizes and strides change.
@@ -61,6 +63,14 @@ bool is_view(const c10::FunctionSchema& schema) {
   return true;
 }
 
+/// Made of operators that are announced themselves, on every device. Some that could be have a
+/// kernel for one: silu_backward, and on a GPU _fused_rms_norm.
+bool is_composite(const c10::OperatorHandle& op) {
+  return op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) &&
+         !op.hasKernelForDispatchKey(c10::DispatchKey::CPU) &&
+         !op.hasKernelForDispatchKey(c10::DispatchKey::CUDA);
+}
+
 OperatorTraits learn(const at::RecordFunction& function) {
   OperatorTraits traits;
   const auto name = function.operator_name();
@@ -70,16 +80,14 @@ OperatorTraits learn(const at::RecordFunction& function) {
     traits.needs_no_data = by_hand == "detach" || by_hand == "detach_";
     return traits;
   }
-  traits.needs_no_data = is_shape_only(name->name) || is_over_a_list(name->name);
+  traits.needs_no_data = is_one_of(kShapeOnly, name->name) || is_over_a_list(name->name);
   traits.looks_up = name->name == "aten::embedding";
-  traits.reads_pointers_on_gpu =
-      std::find(kRecurrent.begin(), kRecurrent.end(), name->name) != kRecurrent.end();
+  traits.reads_pointers_on_gpu = is_one_of(kRecurrent, name->name);
   const auto found = c10::Dispatcher::singleton().findSchema(*name);
   if (!found) return traits;
   const c10::FunctionSchema& schema = found->schema();
-  traits.needs_no_data =
-      traits.needs_no_data || is_view(schema) ||
-      found->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
+  traits.needs_no_data = !is_one_of(kReaders, name->name) &&
+                         (traits.needs_no_data || is_view(schema) || is_composite(*found));
   for (std::size_t i = 0; i < schema.arguments().size(); ++i) {
     const auto* alias = schema.arguments()[i].alias_info();
     if (alias != nullptr && alias->isWrite())

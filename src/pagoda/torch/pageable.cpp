@@ -31,7 +31,7 @@ void require_pageable(const at::Tensor& tensor, const std::string& name, c10::De
                  "parameter '{}' is sparse, quantized or packed ({}): only dense tensors of plain "
                  "numbers can be paged",
                  name, c10::toString(tensor.options().computeDispatchKey()));
-  PAGODA_REQUIRE(tensor.has_storage() && !tensor.is_meta(),
+  PAGODA_REQUIRE(tensor.has_storage() && !tensor.is_meta() && !tensor._is_zerotensor(),
                  "parameter '{}' has no values: materialize it before it becomes a page", name);
   PAGODA_REQUIRE(!PageStorage::lost(tensor.storage()),
                  "the page of parameter '{}' went with its engine: build or load the model again, "
@@ -79,6 +79,11 @@ kernels::Dtype require_trainable(const at::Tensor& tensor, const std::string& na
                  "several elements of parameter '{}' share one place in memory (expand()): train a "
                  "parameter without copies, and expand it where it is used",
                  name);
+  PAGODA_REQUIRE(
+      !tensor.is_neg(),
+      "parameter '{}' is a lazy negation (the imaginary part of a conjugate): make it of "
+      "tensor.resolve_neg()",
+      name);
   return *known;
 }
 

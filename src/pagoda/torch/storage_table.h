@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstddef>
 #include <memory>
+#include <mutex>
 #include <type_traits>
 #include <vector>
 
@@ -35,13 +36,23 @@ class ObjectTable {
     const Table* table = table_.load(std::memory_order_acquire);
     if (table == nullptr) return nullptr;
     for (std::size_t at = slot(key) & table->mask;; at = (at + 1) & table->mask) {
-      const Key* here = table->entries[at].key.load(std::memory_order_acquire);
-      if (here == key) return table->entries[at].value.load(std::memory_order_acquire);
+      const Entry& entry = table->entries[at];
+      const Key* here = entry.key.load(std::memory_order_acquire);
       if (here == nullptr) return nullptr;
+      if (here != key) continue;
+      Value* value = entry.value.load(std::memory_order_acquire);
+      // Unless the place of an erased one was taken by another one in between.
+      if (entry.key.load(std::memory_order_relaxed) == key) return value;
     }
   }
   /// Whether there is anything at all.
   bool empty() const noexcept { return count_.load(std::memory_order_relaxed) == 0; }
+
+  /// How many tables it has outgrown.
+  std::size_t outgrown() const {
+    const std::lock_guard lock(mutex_);
+    return tables_.empty() ? 0 : tables_.size() - 1;
+  }
 
   void insert(const Key* key, Value& value);
   void erase(const Key* key) noexcept;
@@ -62,7 +73,7 @@ class ObjectTable {
  private:
   struct Entry {
     std::atomic<const Key*> key{nullptr};
-    std::atomic<Value*> value{nullptr};  // null: erased, the place is kept
+    std::atomic<Value*> value{nullptr};  // null: erased
   };
   struct Table {
     explicit Table(std::size_t size) : mask(size - 1), entries(size) {}
@@ -78,14 +89,21 @@ class ObjectTable {
     // Addresses are multiples of 16, and neighbours are common.
     return (reinterpret_cast<std::size_t>(key) >> 4) * 0x9E3779B97F4A7C15U >> 20;
   }
-  static void put(Table& table, const Key* key, Value* value) noexcept;
+  /// What a place has for a key while another one takes it.
+  static const Key* nobody() noexcept {
+    static const char place = 0;
+    return reinterpret_cast<const Key*>(&place);
+  }
+  void free_places(Table& table, std::size_t last) noexcept;
+  static Entry& place_of(Table& table, const Key* key) noexcept;
+  static void put(Entry& entry, const Key* key, Value* value) noexcept;
   void grow();
 
   std::atomic<Table*> table_{nullptr};
   std::atomic<std::size_t> count_{0};
   mutable RankedMutex<kRank> mutex_;            // for writers
   std::vector<std::unique_ptr<Table>> tables_;  // guarded by mutex_; the last one is current
-  std::size_t taken_ = 0;                       // guarded by mutex_: places used, erased ones too
+  std::size_t taken_ = 0;                       // guarded by mutex_: places with a key
 };
 
 /// Which storages are pages.

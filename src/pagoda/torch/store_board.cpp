@@ -3,7 +3,7 @@
 
 #include <cstdint>
 #include <deque>
-#include <future>
+#include <exception>
 #include <mutex>
 #include <thread>
 #include <utility>
@@ -11,25 +11,37 @@
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include "pagoda/base/error.h"
+#include "pagoda/base/log.h"
 #include "pagoda/base/ranked_mutex.h"
 #include "pagoda/base/start_thread.h"
+#include "pagoda/torch/quiet_torch_log.h"
 
 namespace pagoda::torch {
+
+StoreLost::StoreLost(std::optional<std::chrono::milliseconds> silence, std::source_location where)
+    : EngineError(silence
+                      ? fmt::format("the store at which the ranks meet has not answered for {} s",
+                                    static_cast<double>(silence->count()) / 1000)
+                      : "the connection to the store at which the ranks meet was lost",
+                  {}, where),
+      silence_(silence) {}
 
 struct StoreBoard::State {
   struct Question {
     std::function<Answer(::c10d::Store&)> ask;
-    std::promise<Answer> answer;
+    bool done = false;  // guarded by mutex, as the rest
+    Answer answer;
+    std::exception_ptr error;
   };
 
   c10::intrusive_ptr<::c10d::Store> store;  // the thread's
   RankedMutex<LockRank::StoreBoard> mutex;
-  Condition wake;
-  std::deque<Question> questions;  // guarded by mutex
-  bool stopping = false;           // guarded by mutex
-  std::string lost;                // guarded by mutex: why nobody answers any more
-  std::thread thread;              // the board's
+  Condition wake;                                   // the thread: there is a question
+  Condition answered;                               // who asked
+  std::deque<std::shared_ptr<Question>> questions;  // guarded by mutex
+  bool stopping = false;                            // guarded by mutex
+  std::optional<StoreLost> lost;                    // guarded by mutex: why nobody answers any more
+  std::thread thread;                               // the board's
 };
 
 StoreBoard::StoreBoard(c10::intrusive_ptr<::c10d::Store> store, std::chrono::milliseconds patience)
@@ -43,7 +55,7 @@ StoreBoard::~StoreBoard() {
   {
     const std::lock_guard lock(state_->mutex);
     state_->stopping = true;
-    stuck = !state_->lost.empty();
+    stuck = state_->lost.has_value();
   }
   state_->wake.notify_all();
   if (stuck) {
@@ -58,41 +70,52 @@ void StoreBoard::serve(const std::shared_ptr<State>& state) {
   while (true) {
     state->wake.wait(lock, [&] { return state->stopping || !state->questions.empty(); });
     if (state->stopping) return;
-    State::Question question = std::move(state->questions.front());
+    const std::shared_ptr<State::Question> question = state->questions.front();
     state->questions.pop_front();
     lock.unlock();
+    Answer answer;
+    std::exception_ptr error;
     try {
-      question.answer.set_value(question.ask(*state->store));
+      answer = question->ask(*state->store);
     } catch (...) {
-      question.answer.set_exception(std::current_exception());
+      error = std::current_exception();
     }
     lock.lock();
+    question->answer = std::move(answer);
+    question->error = error;
+    question->done = true;
+    state->answered.notify_all();
   }
 }
 
 StoreBoard::Answer StoreBoard::ask(std::function<Answer(::c10d::Store&)> question) {
   require_may_wait();
-  std::future<Answer> answer;
-  {
-    const std::lock_guard lock(state_->mutex);
-    if (!state_->lost.empty()) throw EngineError(state_->lost);
-    state_->questions.push_back({std::move(question), {}});
-    answer = state_->questions.back().answer.get_future();
-  }
+  auto asked = std::make_shared<State::Question>();
+  asked->ask = std::move(question);
+  QuietTorchLog of_what_we_report;
+  std::unique_lock lock(state_->mutex);
+  if (state_->lost) throw *state_->lost;
+  state_->questions.push_back(asked);
   state_->wake.notify_one();
   const std::chrono::milliseconds patience = patience_.load();
-  if (answer.wait_for(patience) != std::future_status::ready) {
-    const std::lock_guard lock(state_->mutex);
-    state_->lost = fmt::format("the store has not answered for {} s",
-                               static_cast<double>(patience.count()) / 1000);
-    throw EngineError(state_->lost);
+  // Whoever asks with less patience finds out for all.
+  state_->answered.wait_for(lock, patience, [&] { return asked->done || state_->lost; });
+  if (!asked->done) {
+    if (!state_->lost) {
+      state_->lost = StoreLost(patience);
+      of_what_we_report.linger();
+    }
+    state_->answered.notify_all();
+    throw *state_->lost;
   }
+  if (asked->error == nullptr) return std::move(asked->answer);
+  lock.unlock();
   try {
-    return answer.get();
+    std::rethrow_exception(asked->error);
   } catch (const std::exception& error) {
-    const std::string text = error.what();  // torch adds a stack trace to the first line
-    throw EngineError(fmt::format("the store failed: {}", text.substr(0, text.find('\n'))));
+    log::debug("comm", "a call on the store failed", {{"cause", error.what()}});
   }
+  throw StoreLost();
 }
 
 void StoreBoard::put(std::string_view key, std::string_view value) {

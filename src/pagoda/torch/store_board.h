@@ -11,11 +11,26 @@
 
 #include <c10/util/intrusive_ptr.h>
 
+#include "pagoda/base/error.h"
+
 namespace c10d {
 class Store;
 }
 
 namespace pagoda::torch {
+
+/// The store fails: the process that has it is gone, or silent.
+class StoreLost : public EngineError {
+ public:
+  explicit StoreLost(std::optional<std::chrono::milliseconds> silence = std::nullopt,
+                     std::source_location where = std::source_location::current());
+
+  /// For how long it has not answered; nothing: it is gone.
+  const std::optional<std::chrono::milliseconds>& silence() const noexcept { return silence_; }
+
+ private:
+  std::optional<std::chrono::milliseconds> silence_;
+};
 
 /// A c10d store as a World's board: a call comes back, or throws, within a set time even if the
 /// process or the machine that holds the store has frozen. A c10d client has no time-out for that,
@@ -33,7 +48,7 @@ class StoreBoard {
   /// Calls from now on wait no longer.
   void set_patience(std::chrono::milliseconds patience) noexcept { patience_.store(patience); }
 
-  /// EngineError if the store fails or does not answer; then every later call throws at once.
+  /// StoreLost if the store fails or does not answer; then every later call throws at once.
   void put(std::string_view key, std::string_view value);
   std::optional<std::string> get(std::string_view key);
 

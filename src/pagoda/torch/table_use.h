@@ -24,11 +24,13 @@ class TableUse {
     if (lane_) return false;
     lane_ = turn().load(std::memory_order_relaxed);
     count(*lane_).fetch_add(1, std::memory_order_acq_rel);
+    ++mine()[*lane_];
     return true;
   }
   void leave() noexcept {
     if (!lane_) return;
     auto& users = count(*lane_);
+    --mine()[*lane_];
     lane_.reset();
     if (users.fetch_sub(1, std::memory_order_acq_rel) == 1) users.notify_all();
   }
@@ -47,10 +49,28 @@ class TableUse {
       }
     }
   }
+  /// The same for threads that cannot wait, and ask again and again instead. Made after the entries
+  /// were erased.
+  class Grace {
+   public:
+    /// Whether nobody but the calling thread uses them any more.
+    bool gone() noexcept {
+      // As above, a lane at a time: who has come since counts in the other one, or found nothing.
+      for (; lane_ < 2; ++lane_) {
+        turn().store(1U - lane_, std::memory_order_relaxed);
+        if (count(lane_).fetch_add(0, std::memory_order_acq_rel) != mine()[lane_]) return false;
+      }
+      return true;
+    }
+
+   private:
+    std::uint32_t lane_ = 0;
+  };
   /// In a forked child, which has none of the threads that were in one.
   static void forget_all() noexcept {
     count(0).store(0, std::memory_order_relaxed);
     count(1).store(0, std::memory_order_relaxed);
+    mine() = {};
   }
 
  private:
@@ -64,6 +84,12 @@ class TableUse {
     };
     static std::array<Count, 2> counts;
     return counts[lane].users;
+  }
+
+  /// How many this thread has begun, by lane.
+  static std::array<std::uint32_t, 2>& mine() noexcept {
+    static thread_local std::array<std::uint32_t, 2> uses{};
+    return uses;
   }
 
   std::optional<std::uint32_t> lane_;

@@ -132,7 +132,8 @@ def resolve(config: dict[str, Any], room: dict[str, Any], model: Model, folder: 
     if room["host"] == "roomy":
         out["host_budget"] = 2 * states + 4 * fixed
     elif room["host"] == "scarce":
-        out["host_budget"] = states // 4 + 2 * fixed
+        # What is written before step() has a copy on NVMe, with checksums on the host.
+        out["host_budget"] = states // 4 + 2 * fixed + 64 * len(sizes)
     if room.get("slack") and "host_budget" in out:
         out["host_budget"] += sum(sizes.values()) + 4 * KIB * len(sizes)
     if not alone and "host_budget" in out:  # there it is not tried again with more

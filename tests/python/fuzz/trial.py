@@ -155,10 +155,8 @@ def resolved(program: Program, folder: Path) -> dict[str, Any]:
     torch.manual_seed(program.seed)
     held = sum(1 for step in program.steps for event in step
                if event.what == "hold" and not event.options["let_go"])
-    # A storage that was exchanged, and is still read, is one page more.
-    exchanged = any(event.what == "exchange" for step in program.steps for event in step)
     return configuration.resolve(program.config, program.room, Model(program.model), folder,
-                                 min(held, 1) + exchanged, program.ranks == 1)
+                                 min(held, 1), program.ranks == 1)
 
 
 def widened(config: dict[str, Any], error: Exception, slack: bool) -> bool:

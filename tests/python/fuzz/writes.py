@@ -86,6 +86,12 @@ def exchange(session: Session, event: Event, parameter: int, frozen: bool) -> No
     if "former" in session.kept:
         session.see("former", session.kept["former"].sum())
     p = whole[parameter % len(whole)]
+    if "pin" in session.kept and session.kept["pin"][2] is p:
+        return  # refused: raw pointers to it may be in use
+    if session.program.ranks > 1 and any(
+            other.what == "hold" and session.parameter(other.options["parameter"])[1] is p
+            for step in session.program.steps for other in step):
+        return  # one rank may hold it where another does not
     former = session.kept["former"] = p.data
     p.data = former * 0.9375
     session.see("exchanged", p.sum())

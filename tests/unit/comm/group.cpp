@@ -2,7 +2,6 @@
 #include "pagoda/comm/group.h"
 
 #include <atomic>
-#include <cmath>
 
 #include <gmock/gmock.h>
 
@@ -109,18 +108,8 @@ TEST_P(GroupTest, ABarrierWaitsForEveryone) {
   });
 }
 
-TEST_P(GroupTest, ReductionsAreInRankOrder) {
-  // These sums depend on the order.
-  const auto value = [](int rank, int i) { return std::ldexp(1.0 + 0.1 * rank + i, 17 * rank); };
+TEST_P(GroupTest, ReductionsAreOverAllRanks) {
   on_groups(groups_, [&](Group& group) {
-    std::vector<double> sums{value(group.rank(), 0), value(group.rank(), 1), -0.0};
-    group.all_reduce_sum(sums);
-    for (int i = 0; i < 2; ++i) {
-      double expected = value(0, i);
-      for (int r = 1; r < ranks(); ++r) expected += value(r, i);
-      EXPECT_EQ(sums[static_cast<std::size_t>(i)], expected);
-    }
-    EXPECT_TRUE(std::signbit(sums[2]));
     const auto me = static_cast<std::uint64_t>(group.rank());
     std::vector<std::uint64_t> most{me, 100 - me, ~std::uint64_t{0} - me};
     group.all_reduce_max(most);

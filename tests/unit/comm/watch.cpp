@@ -207,7 +207,8 @@ TEST(WatchOfALostBoard, NamesTheRankThatHeldIt) {
               });
   const Report report = promise.get_future().get();
   EXPECT_EQ(report.rank, 0);
-  EXPECT_THAT(report.reason, AllOf(HasSubstr("rank 0 is gone"), HasSubstr("connection reset")));
+  EXPECT_THAT(report.reason, AllOf(HasSubstr("rank 0, which has the store, was killed"),
+                                   HasSubstr("connection reset")));
 }
 
 INSTANTIATE_TEST_SUITE_P(Worlds, WatchTest, ::testing::ValuesIn(world_cases()), world_case_name);

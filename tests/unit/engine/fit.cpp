@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Whether a model's states fit is said before anything moves, and not too strictly.
 #include <filesystem>
+#include <optional>
+#include <regex>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -8,6 +10,7 @@
 
 #include "pagoda/comm/solo_world.h"
 #include "pagoda/engine/backend.h"
+#include "pagoda/engine/host_need.h"
 #include "pagoda/engine/runtime.h"
 #include "unit/io/scratch_directory.h"
 
@@ -144,6 +147,82 @@ TEST(Fit, WhatUndoesUpdatesTakesOnlyWhatIsLeft) {
   EXPECT_EQ(undo(), 3_MiB);
   config.early_updates = false;
   EXPECT_EQ(undo(), 0U);
+}
+
+/// Attaches linear layers of these dimensions. Returns the host_budget that a refusal asks for,
+/// nothing where there is none.
+std::optional<std::string> advised_host_budget(const Config& config) {
+  constexpr std::uint64_t kDimensions[] = {200, 512, 300, 512, 200, 300};
+  try {
+    Runtime runtime(config, comm::make_solo_world());
+    ModelSpec model;
+    const auto adopt = [&](const std::string& name, std::uint64_t elements) {
+      const std::vector<std::byte> zeros(elements * sizeof(float));
+      pager::Page& page =
+          runtime.pager().adopt(name, elements, sizeof(float), pager::Placement::Auto, zeros.data(),
+                                device::Direction::HostToHost);
+      model.pages.push_back(&page);
+      model.trained.push_back(
+          {&page, kernels::Dtype::F32, {{{0, elements}, 0, 0}}, {{0, 0, 0, false, false}}});
+    };
+    for (std::size_t i = 0; i + 1 < std::size(kDimensions); ++i) {
+      adopt(fmt::format("{}.weight", i), kDimensions[i] * kDimensions[i + 1]);
+      adopt(fmt::format("{}.bias", i), kDimensions[i + 1]);
+    }
+    runtime.attach(model.pages, std::move(model.trained), {AdamW{}});
+    return std::nullopt;
+  } catch (const UserError& error) {
+    static const std::regex advice("host_budget to at least ([0-9.]+ [KMG]?i?B)");
+    std::string last;
+    const std::string& said = error.message();
+    for (std::sregex_iterator it(said.begin(), said.end(), advice), end; it != end; ++it) {
+      last = it->str(1);
+    }
+    EXPECT_FALSE(last.empty()) << said;
+    return last;
+  }
+}
+
+TEST(Fit, TheHostBudgetThatIsAdvisedIsTheSmallestThatFits) {
+  const io::ScratchDirectory scratch;
+  Config config;
+  config.device = "cpu";
+  config.device_budget = 1_MiB + 384_KiB;
+  config.gradient_staging = 772_KiB;
+  config.staging = 64_KiB;
+  config.moments = MomentType::Bf16;
+  config.nvme = {scratch.path().string()};
+  int refused = 0;
+  for (const Bytes nvme : {3_MiB, 5_MiB, 6_MiB + 133_KiB}) {
+    for (const Bytes chunk : {4_KiB, 32_KiB, 64_KiB}) {
+      for (const unsigned buffers : {2U, 8U, 20U, 100U}) {
+        for (const Bytes more : {4_KiB, 20_KiB, 200_KiB}) {
+          config.nvme_budget = nvme;
+          config.update_chunk = chunk;
+          config.update_buffers = buffers;
+          config.host_budget = 0;
+          Bytes least = more;  // checksums of pages that come first
+          for (const HostNeed& need : host_needs(config, device::DeviceKind::Host, 1)) {
+            least += need.bytes;
+          }
+          config.host_budget = least;
+          const auto advice = advised_host_budget(config);
+          if (!advice) continue;
+          SCOPED_TRACE(fmt::format("{} of NVMe, {} update buffers for {}, host_budget = {}: {}",
+                                   format_bytes(nvme), buffers, format_bytes(chunk), least,
+                                   *advice));
+          ++refused;
+          config.host_budget = parse_bytes(*advice);
+          EXPECT_EQ(advised_host_budget(config), std::nullopt);
+          while (format_bytes_up(config.host_budget) == *advice) --config.host_budget;
+          if (config.host_budget > least) {
+            EXPECT_EQ(advised_host_budget(config), *advice);
+          }
+        }
+      }
+    }
+  }
+  EXPECT_GT(refused, 48);
 }
 
 }  // namespace

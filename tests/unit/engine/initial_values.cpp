@@ -169,11 +169,17 @@ struct Buffer {
 
   BufferSpec spec(std::string name) {
     return {std::move(name), bits.size(),
-            [this](std::span<std::byte> to) { std::memcpy(to.data(), bits.data(), to.size()); },
-            [this](std::span<const std::byte> from) { bits.assign(from.begin(), from.end()); }};
+            [this](Bytes at, std::span<std::byte> to) {
+              std::memcpy(to.data(), bits.data() + at, to.size());
+              largest = std::max(largest, to.size());
+            },
+            [this](Bytes at, std::span<const std::byte> from) {
+              std::memcpy(bits.data() + at, from.data(), from.size());
+            }};
   }
 
   Bits bits;
+  Bytes largest = 0;  // that was read at a time
 };
 
 TEST(InitialBuffers, AreThoseOfTheFirstRank) {
@@ -188,6 +194,7 @@ TEST(InitialBuffers, AreThoseOfTheFirstRank) {
     EXPECT_EQ(rank.attach(), 0U);
     EXPECT_EQ(other.bits, Buffer(40'000, 0).bits);
     EXPECT_EQ(same.bits, Buffer(100, 7).bits);
+    EXPECT_EQ(other.largest, mine.config.staging);
   });
   EXPECT_THAT(ended, Each(std::string()));
   EXPECT_THAT(lines.with("broadcast rank 0's values"),

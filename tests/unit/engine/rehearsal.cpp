@@ -248,7 +248,7 @@ class Rank {
         forward(step);
         if (rank_ != r_.idle_rank) backward(step, micro);
       }
-      if (r_.before_step) r_.before_step(step, runtime_);
+      if (r_.before_step) r_.before_step(step, runtime_, pages_);
       if (r_.late_from >= 0 && step >= r_.late_from) {
         if (r_.looks_up) look_up(step, 9);
         forward(step);
@@ -375,7 +375,7 @@ class Rank {
       contribution.keep = bits;
       runtime_.contribute(std::move(contribution));
     }
-    if (last && r_.in_backward) r_.in_backward(step, runtime_);
+    if (last && r_.in_backward) r_.in_backward(step, runtime_, pages_);
     runtime_.end_backward();
   }
 

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <span>
 #include <tuple>
 #include <vector>
 
@@ -15,6 +16,7 @@
 #include "pagoda/engine/runtime.h"
 #include "pagoda/kernels/element.h"
 #include "pagoda/optim/optimizer.h"
+#include "pagoda/pager/page.h"
 
 namespace pagoda::engine {
 
@@ -36,10 +38,11 @@ struct Rehearsal {
   bool writes = false;         // user code writes a page in place between steps
   bool looks_up = false;  // forwards, on every thread, begin with rows of the last page but two
   int late_from = -1;     // from this step on, pages are looked at between backward and step()
+  using Hook = std::function<void(int step, Runtime& runtime, std::span<pager::Page* const> pages)>;
   /// Called between the last backward and step(), on the rank's thread.
-  std::function<void(int step, Runtime& runtime)> before_step;
+  Hook before_step;
   /// Called within the last backward, with all gradients handed over, on the rank's thread.
-  std::function<void(int step, Runtime& runtime)> in_backward;
+  Hook in_backward;
   int idle_rank = -1;                  // has forwards, and no backward
   std::vector<double> learning_rates;  // of the steps, over and over; empty: the optimizer's
   std::vector<float> gradient_sizes;   // factors of the steps' gradients, over and over; empty: 1

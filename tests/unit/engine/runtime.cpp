@@ -1,6 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "pagoda/engine/runtime.h"
 
+#include <atomic>
+#include <chrono>
+#include <future>
+#include <thread>
+
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -157,7 +162,7 @@ TEST_P(EarlyUpdates, AreNotSeenBeforeTheStep) {
         // At once, or with all updates computed.
         r.before_step = {};
         if (prefetch) {
-          r.before_step = [](int, Runtime& runtime) { runtime.finish(); };
+          r.before_step = [](int, Runtime& runtime, const auto&) { runtime.finish(); };
         }
         EXPECT_EQ(early_updates(), on_each_rank(5 * r.pages.size()));
       }
@@ -202,7 +207,7 @@ TEST_P(EarlyUpdates, AreNotSeenBeforeTheStepOnPagesThatNeverLeaveTheDevice) {
 }
 
 TEST_P(EarlyUpdates, GiveWayToAHabitOfTheUser) {
-  const auto habit = [](int /*step*/, Runtime& runtime) {
+  const auto habit = [](int /*step*/, Runtime& runtime, const auto& /*pages*/) {
     const double lr = optim::learning_rate(runtime.groups()[0]);
     runtime.set_learning_rate(0, lr / 2);
     runtime.set_learning_rate(0, lr);
@@ -216,16 +221,15 @@ TEST_P(EarlyUpdates, GiveWayToAHabitOfTheUser) {
 
 // In the window, whether an update has begun or not; and the step completes as if nothing had been.
 TEST_P(EarlyUpdates, RefuseWhatWouldChangeThem) {
-  const auto refused = [](int step, Runtime& runtime) {
+  const auto refused = [](int step, Runtime& runtime, const auto& pages) {
     if (step != 2) return;
     EXPECT_THROW(runtime.set_learning_rate(0, 0.5), UserError);
     EXPECT_THROW(runtime.zero_grad(), UserError);
     EXPECT_THROW(runtime.begin_backward(true), UserError);
     EXPECT_THROW(runtime.grad_norm(), UserError);
-    pager::Page* const page = runtime.pager().find(1);
-    std::vector<float> gradient(page->elements);
-    EXPECT_THROW(runtime.read_gradient(*page, gradient), UserError);
-    const pager::Access access{page, true};
+    std::vector<float> gradient(pages[1]->elements);
+    EXPECT_THROW(runtime.read_gradient(*pages[1], gradient), UserError);
+    const pager::Access access{pages[1], true};
     EXPECT_THROW((void)runtime.pager().touch({&access, 1}, 0, nullptr), UserError);
   };
   for (const bool ends : {true, false}) {  // a pass that an exception has ended never ends
@@ -242,7 +246,7 @@ TEST_P(EarlyUpdates, HaveTheRateOfTheirStepOnARankWithoutABackward) {
 }
 
 TEST_P(EarlyUpdates, GiveWayToAHabitOfLookingAtGradients) {
-  r.before_step = [](int /*step*/, Runtime& runtime) { runtime.grad_norm(); };
+  r.before_step = [](int, Runtime& runtime, const auto&) { runtime.grad_norm(); };
   EXPECT_EQ(early_updates(), on_each_rank(0));
   r.idle_rank = r.ranks > 1 ? r.ranks - 1 : -1;
   EXPECT_EQ(early_updates(), on_each_rank(0));
@@ -251,6 +255,57 @@ TEST_P(EarlyUpdates, GiveWayToAHabitOfLookingAtGradients) {
 INSTANTIATE_TEST_SUITE_P(, EarlyUpdates,
                          testing::Combine(testing::Values(1, 2, 3), testing::Values(0U, 1U, 3U)),
                          kRanksAndStage);
+
+/// Whether another thread gets an answer that takes the locks of the runtime.
+bool answers(const Runtime& runtime) {
+  auto told = std::make_shared<std::promise<void>>();
+  auto answer = told->get_future();
+  std::thread([&runtime, told] {
+    (void)runtime.stats();
+    told->set_value();
+  }).detach();
+  return answer.wait_for(std::chrono::seconds(5)) == std::future_status::ready;
+}
+
+/// A gradient whose memory says, as it goes, whether a lock was held: Python's may be needed there.
+Contribution watched_gradient(SmallRank& rank, std::size_t page, std::atomic<int>& dropped,
+                              std::atomic<int>& under_lock) {
+  const auto bytes = std::make_shared<SmallRank::Bits>(rank.page(page).bytes());
+  Contribution out;
+  out.page = rank.runtime().trained(rank.page(page));
+  out.present = {true};
+  out.data = bytes->data();
+  out.keep = {bytes.get(), [&rank, &dropped, &under_lock, bytes](void*) {
+                if (!answers(rank.runtime())) ++under_lock;
+                ++dropped;
+              }};
+  return out;
+}
+
+class GradientsGo : public testing::TestWithParam<int> {};
+
+TEST_P(GradientsGo, WithoutALock) {
+  const auto ended = run_ranks(GetParam(), [&](auto world) {
+    std::atomic<int> dropped = 0;
+    std::atomic<int> under_lock = 0;
+    SmallRank::Options options;
+    options.config = tiny();
+    SmallRank rank(options, std::move(world));
+    rank.attach();
+    rank.runtime().begin_backward(true);
+    for (std::size_t p = 0; p < 4; ++p) {
+      rank.runtime().contribute(watched_gradient(rank, p, dropped, under_lock));
+    }
+    rank.runtime().end_backward();
+    rank.step();
+    EXPECT_EQ(dropped, 4);
+    EXPECT_EQ(under_lock, 0);
+    rank.release();
+  });
+  EXPECT_THAT(ended, testing::Each(std::string()));
+}
+
+INSTANTIATE_TEST_SUITE_P(Ranks, GradientsGo, testing::Values(1, 2));
 
 TEST(Runtime, PagesOnTheDeviceAreWrittenAndUpdatedInPlace) {
   for (const auto master : {Master::Whole, Master::Split}) {

@@ -92,19 +92,21 @@ std::size_t SmallRank::attach(const std::function<void()>& watch) {
 
 void SmallRank::backward(int number, bool last) {
   runtime_->begin_backward(last);
-  for (std::size_t p = pages_.size(); p-- > 0;) {
-    optim::TrainedPage* trained = runtime_->trained(*pages_[p]);
-    if (trained == nullptr) continue;
-    const auto seed = static_cast<std::uint64_t>(1000 * (number + 1) + 100 * rank_) + p;
-    auto bits = std::make_shared<Bits>(numbers(options_.dtype, options_.pages[p], seed));
-    Contribution contribution;
-    contribution.page = trained;
-    contribution.present = {true};
-    contribution.data = bits->data();
-    contribution.keep = bits;
-    runtime_->contribute(std::move(contribution));
-  }
+  for (std::size_t p = pages_.size(); p-- > 0;) contribute(p, number);
   runtime_->end_backward();
+}
+
+void SmallRank::contribute(std::size_t page, int number) {
+  optim::TrainedPage* trained = runtime_->trained(*pages_[page]);
+  if (trained == nullptr) return;
+  const auto seed = static_cast<std::uint64_t>(1000 * (number + 1) + 100 * rank_) + page;
+  auto bits = std::make_shared<Bits>(numbers(options_.dtype, options_.pages[page], seed));
+  Contribution contribution;
+  contribution.page = trained;
+  contribution.present = {true};
+  contribution.data = bits->data();
+  contribution.keep = bits;
+  runtime_->contribute(std::move(contribution));
 }
 
 void SmallRank::step() {

@@ -8,6 +8,7 @@
 #include <memory>
 #include <mutex>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include <gmock/gmock.h>
@@ -135,29 +136,43 @@ class UpdaterAlone : public testing::Test {
     updater_->start(pages, std::make_shared<const StepScalars>(StepScalars{factor, {rule_}}));
   }
 
+  /// Keeps the updater busy with a page of its own until let_go(). `others` is told of every other
+  /// page whose update is made from now on.
+  class Busy {
+   public:
+    explicit Busy(UpdaterAlone& test, std::function<void(const TrainedPage&)> others = {}) {
+      TrainedPage& own = test.page(100);
+      test.updater_->set_callbacks(
+          [this, &own, others = std::move(others)](TrainedPage& page, std::uint64_t) {
+            if (&page == &own) {
+              held_.count_down();
+              go_.wait();
+            } else if (others) {
+              others(page);
+            }
+            return true;
+          },
+          {});
+      test.start({&own});
+      held_.wait();
+    }
+    void let_go() { go_.count_down(); }
+
+   private:
+    std::latch held_{1};
+    std::latch go_{1};
+  };
+
   /// The numbers of the pages whose updates are made while `work` runs and after it, in their
   /// order. The updater is kept busy with another page meanwhile.
   template <class Work>
   std::vector<std::uint32_t> order_of(const Work& work) {
-    TrainedPage& first = page(100);
-    std::latch busy(1);
-    std::latch go(1);
-    updater_->set_callbacks(
-        [&, this](TrainedPage& page, std::uint64_t) {
-          if (&page == &first) {
-            busy.count_down();
-            go.wait();
-            return true;
-          }
-          const std::lock_guard lock(mutex_);
-          order_.push_back(page.number);
-          return true;
-        },
-        {});
-    start({&first});
-    busy.wait();
+    Busy busy(*this, [this](const TrainedPage& page) {
+      const std::lock_guard lock(mutex_);
+      order_.push_back(page.number);
+    });
     work();
-    go.count_down();
+    busy.let_go();
     updater_->wait_for_all();
     const std::lock_guard lock(mutex_);
     return std::exchange(order_, {});
@@ -208,7 +223,6 @@ TEST_F(UpdaterAlone, MakesPartsFirstAndTheRestOnce) {
   constexpr std::uint64_t kElements = 5 * kChunk + 100;
   TrainedPage& parted = page(kElements);
   TrainedPage& whole = page(kElements);
-  TrainedPage& busy = page(100);
   const std::vector<pager::Range> parts = {
       {0, 1}, {3, kChunk + 7}, {2 * kChunk, 2 * kChunk + 64}, {5 * kChunk + 99, kElements}};
   EXPECT_TRUE(updater_->can_wait_for_rows(*parted.page, 0));
@@ -220,18 +234,7 @@ TEST_F(UpdaterAlone, MakesPartsFirstAndTheRestOnce) {
   ASSERT_EQ(values(parted), values(whole));
   const std::vector<std::uint16_t> before = values(parted);
 
-  std::latch held(1);
-  std::latch go(1);
-  updater_->set_callbacks(
-      [&](TrainedPage& page, std::uint64_t) {
-        if (&page != &busy) return true;
-        held.count_down();
-        go.wait();
-        return true;
-      },
-      {});
-  start({&busy});
-  held.wait();
+  Busy busy(*this);
   start({&whole, &parted});
   std::vector<std::uint16_t> seen(kElements);  // of the parts; the rest may be under way
   std::thread reader([&] {
@@ -241,7 +244,7 @@ TEST_F(UpdaterAlone, MakesPartsFirstAndTheRestOnce) {
                    std::as_writable_bytes(std::span(seen).subspan(part.begin, part.size())));
     }
   });
-  go.count_down();
+  busy.let_go();
   reader.join();
   updater_->wait_for_all();
   const std::vector<std::uint16_t> after = values(whole);
@@ -343,7 +346,6 @@ TEST_P(EarlyUpdatesOf, AreNotSeenBeforeTheirStep) {
 TEST_P(EarlyUpdatesOf, AreNotMadeAgainWhereTheyAreLookedUpBeforeTheyAreCopied) {
   const std::uint16_t twice = expected(1, {1.0, 1.0})[0];
   const std::uint16_t thrice = expected(1, {1.0, 1.0, 1.0})[0];
-  TrainedPage& busy = page(100);
   TrainedPage& early = page(1000);
   start({&early});
   updater_->wait_for_all();
@@ -356,18 +358,7 @@ TEST_P(EarlyUpdatesOf, AreNotMadeAgainWhereTheyAreLookedUpBeforeTheyAreCopied) {
   set_gradient();
   start_early({&early}, false);
   updater_->wait_for_all();
-  std::latch held(1);
-  std::latch go(1);
-  updater_->set_callbacks(
-      [&](TrainedPage& page, std::uint64_t) {
-        if (&page != &busy) return true;
-        held.count_down();
-        go.wait();
-        return true;
-      },
-      {});
-  start({&busy});
-  held.wait();
+  Busy busy(*this);
   release({&early});
   std::thread reader([&] {
     const std::vector<pager::Range> rows = {{0, 10}, {500, 700}};
@@ -376,7 +367,7 @@ TEST_P(EarlyUpdatesOf, AreNotMadeAgainWhereTheyAreLookedUpBeforeTheyAreCopied) {
     EXPECT_EQ(seen[0], twice);
     EXPECT_EQ(seen[699], twice);
   });
-  go.count_down();
+  busy.let_go();
   reader.join();
   updater_->wait_for_all();
   EXPECT_THAT(values(early), testing::Each(twice));

@@ -1,13 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 // A version that is complete before its step() is fetched ahead, and seen by nobody until then.
 #include <algorithm>
+#include <memory>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "pagoda/device/emulated/emulated_device.h"
 #include "pagoda/device/host/host_device.h"
+#include "pagoda/device/ordering_checker.h"
+#include "pagoda/pager/page_record.h"
 #include "pagoda/pager/pager.h"
 #include "unit/pager/plain_binding.h"
 #include "unit/pager/wants_pages.h"
@@ -21,7 +26,8 @@ constexpr std::byte kNew{2};
 
 class NextVersion : public testing::Test {
  protected:
-  NextVersion() : tiers_(options()), pager_(tiers_, Pager::Options{}) {
+  explicit NextVersion(std::shared_ptr<device::Device> device = device::host::make_device({}))
+      : tiers_(options(std::move(device))), pager_(tiers_, Pager::Options{}) {
     pager_.set_foresight(&foresight_);
     const std::vector<std::byte> old(kBytes, kOld);
     page_ = &pager_.adopt("page", kBytes / 2, 2, Placement::Host, old.data(),
@@ -33,11 +39,11 @@ class NextVersion : public testing::Test {
   }
   ~NextVersion() override { pager_.set_foresight(nullptr); }
 
-  static Tiers::Options options() {
+  static Tiers::Options options(std::shared_ptr<device::Device> device) {
     Tiers::Options out;
-    out.device = device::host::make_device({});
+    out.device = std::move(device);
     out.device_budget = 8 * kBytes;
-    out.host_budget = 16_MiB;
+    out.host_budget = 64_MiB;
     return out;
   }
 
@@ -119,6 +125,34 @@ TEST_F(NextVersion, ComesAndGoesWhileOperatorsRun) {
     pager_.end_supersede(*page_);
     ASSERT_TRUE(pager_.evict(*page_));
   }
+}
+
+/// A copy of the page takes a second.
+class NextVersionOnALink : public NextVersion {
+ protected:
+  NextVersionOnALink() : NextVersion(device::emulated::make_device(link())) {}
+
+  static device::emulated::Options link() {
+    device::emulated::Options out;
+    out.host_to_device.bytes_per_second = kBytes;
+    out.checker = std::make_shared<device::OrderingChecker>();
+    return out;
+  }
+};
+
+TEST_F(NextVersionOnALink, MayStillBeOnItsWayWhenTheStepIsOver) {
+  offer();
+  while (pager_.look(*page_).residency != Residency::Resident) std::this_thread::yield();
+  step();
+  EXPECT_FALSE(record_of(*page_).ready.event->done()) << "step() has waited for the copy";
+  tiers_.write(next_, 0, std::vector<std::byte>(kBytes, std::byte{3}));  // the next gradient
+  const auto stream = tiers_.device()->make_stream({.name = "operators"});
+  const Access access{page_, false};
+  const Pin pin = pager_.touch({&access, 1}, 0, stream.get());
+  stream->synchronize();
+  EXPECT_EQ(std::count(binding_.data(), binding_.data() + kBytes, kNew),
+            static_cast<std::ptrdiff_t>(kBytes));
+  tiers_.device()->checker()->check();
 }
 
 }  // namespace

@@ -51,6 +51,24 @@ TEST_P(PagerOn, WhatWasWrittenSurvivesEviction) {
   EXPECT_EQ(bytes[9'999], std::byte{77});
 }
 
+TEST_P(PagerOn, RoomBesideAPageIsWhatNothingLastingTakes) {
+  Page& a = page(10'000, 1);  // three of them fit
+  Page& b = page(10'000, 2);
+  Page& c = page(10'000, 3);
+  for (Page* one : {&a, &b, &c}) (void)seen(*one);
+  EXPECT_TRUE(pager_->has_room_beside(a)) << "all three may go";
+  pager_->fix(a);
+  EXPECT_TRUE(pager_->has_room_beside(b)) << "a stays, c may go";
+  std::optional<Hold> hold = pager_->hold(b, nullptr);
+  EXPECT_FALSE(pager_->has_room_beside(c)) << "a and b stay";
+  EXPECT_TRUE(pager_->has_room_beside(b)) << "it is there as it is, and c may go";
+  pager_->fix(c);
+  EXPECT_FALSE(pager_->has_room_beside(b));
+  hold.reset();
+  EXPECT_FALSE(pager_->has_room_beside(b)) << "for it, and not for another one";
+  EXPECT_TRUE(pager_->has_room_beside(a)) << "b may go";
+}
+
 TEST_P(PagerOn, MastersAreToldWhatChangedSinceTheLastUpdate) {
   AddOne updates(*tiers_, *pager_);
   pager_->set_pending_updates(&updates);

@@ -31,6 +31,36 @@ TEST_F(QueuedReaders, ThatNoOperatorHasAnnounced) {  // a graph that is replayed
   expect_read({std::byte{10}, std::byte{11}});
 }
 
+TEST_F(QueuedReaders, OfACudaGraphThatIsReplayedAfterTheStep) {
+  pager_.fix(*page_);
+  const auto capture = [this] {
+    device::emulated::set_capturing(*stream_, true);
+    const Access access{page_, false};
+    pager_.touch({&access, 1}, 0, stream_.get()).release();
+    device::emulated::set_capturing(*stream_, false);
+    EXPECT_EQ(binding_.data(), data());
+  };
+  const auto replay = [this] { queue("replay", [this] { read_.push_back(data()[0]); }); };
+  capture();
+  replay();
+  pager_.note_user(*stream_);
+  pager_.refresh(pager_.mark_pending({&page_, 1}));  // as step() does
+  replay();
+  expect_read({std::byte{10}, std::byte{11}});
+}
+
+TEST_F(QueuedReaders, OfACudaGraphThatIsCapturedBeforeTheUpdate) {
+  pager_.fix(*page_);
+  EXPECT_TRUE(pager_.mark_pending({&page_, 1}).empty());
+  device::emulated::set_capturing(*stream_, true);
+  const Access access{page_, false};
+  pager_.touch({&access, 1}, 0, stream_.get()).release();
+  device::emulated::set_capturing(*stream_, false);
+  EXPECT_EQ(binding_.data(), data());
+  queue("replay", [this] { read_.push_back(data()[0]); });
+  expect_read({std::byte{11}});
+}
+
 TEST_F(QueuedReaders, OfAPageThatIsHeld) {
   const Hold hold = pager_.hold(*page_, stream_.get());
   queue_read();

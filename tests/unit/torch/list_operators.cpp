@@ -11,6 +11,7 @@
 
 #include "pagoda/comm/solo_world.h"
 #include "pagoda/torch/engine.h"
+#include "pagoda/torch/observer.h"
 
 namespace pagoda::torch {
 namespace {
@@ -166,6 +167,23 @@ TEST_F(ListOperators, LeaveListsOfOtherLengthsToTorch) {
   const at::NoGradGuard no_grad;
   EXPECT_THROW((void)at::_foreach_add(paged_, Tensors{other_[0]}), c10::Error);
   EXPECT_THROW((void)at::_foreach_add(paged_, std::vector<at::Scalar>{1.0}), c10::Error);
+}
+
+TEST_F(ListOperators, FindPagesAnewWhereAParameterHasGotAnotherStorage) {
+  Config larger = config();
+  larger.gradient_staging = 64_KiB;
+  larger.device_budget = 192_KiB;
+  Engine engine(larger, comm::make_solo_world());
+  at::Tensor parameter = plain_[0].clone().requires_grad_(true);
+  engine.attach({{"parameter", parameter}}, {{{}, Sgd{.lr = 0.125}}}, {}, {});
+  const at::Tensor before = parameter.detach();
+  parameter.set_data(other_[0].clone());
+  KernelPages pages;
+  pages.add(before, false);  // while it is still the storage of the parameter's page
+  pages.add(parameter, false);
+  ASSERT_FALSE(pages.touch());
+  EXPECT_EQ(*before.const_data_ptr<float>(), *plain_[0].const_data_ptr<float>());
+  EXPECT_EQ(*parameter.const_data_ptr<float>(), *other_[0].const_data_ptr<float>());
 }
 
 }  // namespace

@@ -24,6 +24,7 @@ namespace {
 
 using namespace pagoda;
 using std::chrono::milliseconds;
+using std::chrono::seconds;
 
 void say(const std::string& line) {
   std::printf("%s\n", line.c_str());
@@ -109,7 +110,7 @@ void send_unnoticed(int victim) {
 
 void block(int victim) {
   const auto world = pagoda::torch::world_from_env(
-      {.address = "127.0.0.1", .board_timeout = milliseconds(700), .linger = milliseconds(100)});
+      {.address = "127.0.0.1", .board_timeout = seconds(3), .linger = milliseconds(100)});
   const auto group = world->make_group("collectives");
   comm::PullService service(world->make_group("pull"), [](const auto&, comm::PullReply& reply) {
     reply.about_to_wait();

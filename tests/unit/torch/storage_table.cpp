@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <memory>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include <gtest/gtest.h>
@@ -69,6 +70,19 @@ TEST_F(StorageTableOf, FindsWhatIsThereAndNothingElse) {
   EXPECT_EQ(table_.find(key(keys_[4])), nullptr);
 }
 
+TEST_F(StorageTableOf, DoesNotGrowWhereObjectsComeAndGo) {
+  insert(0, 0);
+  for (int round = 0; round < 3; ++round) {
+    for (std::size_t i = 1; i < kPlaces; ++i) {
+      insert(i, i);
+      table_.erase(key(keys_[i]));
+      ASSERT_EQ(table_.find(key(keys_[i])), nullptr);
+      ASSERT_EQ(table_.find(key(keys_[0])), value(values_[0]));
+    }
+  }
+  EXPECT_LE(table_.outgrown(), 1U);
+}
+
 TEST_F(StorageTableOf, IsReadWhileItGrows) {
   constexpr std::size_t kStay = 500;
   for (std::size_t i = 0; i < kStay; ++i) insert(i, i);
@@ -113,6 +127,41 @@ TEST_F(StorageTableOf, IsReadWhileItGrows) {
 struct Entry {
   std::atomic<bool> alive{true};
 };
+
+TEST(TableUseOf, AThreadKnowsWhetherOthersAreGone) {
+  TableUse outer;
+  outer.enter();
+  TableUse inner;
+  inner.enter();
+  EXPECT_TRUE(TableUse::Grace().gone());
+  TableUse::Grace grace;
+  bool gone = true;
+  std::jthread([&] { gone = grace.gone(); }).join();
+  EXPECT_FALSE(gone);
+  inner.leave();
+  std::jthread([&] { gone = grace.gone(); }).join();
+  EXPECT_FALSE(gone);
+  outer.leave();
+  std::jthread([&] { gone = grace.gone(); }).join();
+  EXPECT_TRUE(gone);
+}
+
+TEST(TableUseOf, ThoseWhoCameLaterAreNotWaitedFor) {
+  auto one = std::make_unique<TableUse>();
+  one->enter();
+  TableUse::Grace grace;
+  bool gone = true;
+  const auto look = [&] { std::jthread([&] { gone = grace.gone(); }).join(); };
+  look();
+  // There is never nobody.
+  for (int looks = 0; !gone; ++looks) {
+    ASSERT_LT(looks, 4);
+    auto next = std::make_unique<TableUse>();
+    next->enter();
+    one = std::move(next);
+    look();
+  }
+}
 
 TEST(TableUseOf, AnyEntryIsOverBeforeItEnds) {
   constexpr std::size_t kClosers = 4;

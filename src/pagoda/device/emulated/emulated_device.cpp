@@ -48,6 +48,9 @@ class EmulatedStream final : public Stream {
         links_(std::move(links)),
         queue_(this->name()) {}
 
+  bool capturing() const override { return capturing_; }
+  void set_capturing(bool capturing) noexcept { capturing_ = capturing; }
+
  private:
   void do_copy(void* dst, const void* src, Bytes bytes, Direction direction,
                std::string_view label) override {
@@ -115,6 +118,7 @@ class EmulatedStream final : public Stream {
 
   const std::shared_ptr<Links> links_;
   WorkQueue queue_;
+  std::atomic<bool> capturing_ = false;
 };
 
 /// Pages that count against the emulated device's memory.
@@ -183,6 +187,10 @@ std::shared_ptr<Device> make_device(Options options) {
 
 void run_for(Stream& stream, Nanos duration, std::string_view label) {
   stream.enqueue(label, [duration] { sleep_until_ns(now_ns() + duration); });
+}
+
+void set_capturing(Stream& stream, bool capturing) {
+  dynamic_cast<EmulatedStream&>(stream).set_capturing(capturing);
 }
 
 }  // namespace pagoda::device::emulated

@@ -34,4 +34,7 @@ std::shared_ptr<Device> make_device(Options options = {});
 /// A kernel that takes `duration` and does nothing else. For streams of any device.
 void run_for(Stream& stream, Nanos duration, std::string_view label);
 
+/// From now on the stream of an emulated device says that a graph is captured on it, or no longer.
+void set_capturing(Stream& stream, bool capturing);
+
 }  // namespace pagoda::device::emulated
