@@ -135,7 +135,8 @@ def shapes(directory: Path) -> dict[str, Any]:
     engine.finish()
     peak.restart()
     step(8)
-    return {"large": large, "small": peak.bytes(), "account": account(engine)}
+    return {"large": large, "small": peak.bytes(), "account": account(engine),
+            "free_heap": engine.stats()["unbudgeted"]["free_heap"]}
 
 
 def main() -> None:

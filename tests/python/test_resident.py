@@ -68,3 +68,4 @@ def test_what_large_batches_took_comes_back(tmp_path: Path) -> None:
     out = measured("shapes", tmp_path)
     assert out["large"] > out["account"] + 2 * BESIDE, "there is nothing to come back"
     assert out["small"] <= out["account"] + BESIDE
+    assert out["free_heap"] < 16 * MIB, "activations have left holes in the heap"

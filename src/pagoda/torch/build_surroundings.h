@@ -20,7 +20,7 @@ class BuildSurroundings {
   ~BuildSurroundings() { at::globalContext().setUserEnabledCuDNN(cudnn_); }
 
  private:
-  const LargeBlocks apart_{LargeBlocks::kLargeInBuild};
+  const LargeBlocks apart_;
   const bool cudnn_;
 };
 

@@ -3,11 +3,11 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <limits>
 #include <list>
 #include <mutex>
-#include <set>
 #include <unordered_map>
 #include <utility>
 
@@ -50,18 +50,18 @@ class MappingAllocator final : public c10::Allocator {
     default_copy_data(to, from, bytes);
   }
 
-  void begin(Bytes large) {
+  void begin() {
     const std::lock_guard lock(mutex_);
-    scopes_.insert(large);
-    large_.store(*scopes_.begin(), std::memory_order_relaxed);
+    ++scopes_;
+    large_.store(LargeBlocks::kLarge, std::memory_order_relaxed);
   }
 
-  void end(Bytes large) {
+  void end() {
     Mappings gone;
     const std::lock_guard lock(mutex_);
-    scopes_.erase(scopes_.find(large));
-    large_.store(scopes_.empty() ? kNothingIsLarge : *scopes_.begin(), std::memory_order_relaxed);
-    if (scopes_.empty()) drop_beyond(0, gone);
+    if (--scopes_ > 0) return;
+    large_.store(kNothingIsLarge, std::memory_order_relaxed);
+    drop_beyond(0, gone);
   }
 
   Bytes kept() {
@@ -128,7 +128,7 @@ class MappingAllocator final : public c10::Allocator {
     kept_ += found->second->size();
     free_.splice(free_.begin(), in_use_, found->second);
     used_.erase(found);
-    drop_beyond(scopes_.empty() ? 0 : LargeBlocks::kKept, gone);
+    drop_beyond(scopes_ == 0 ? 0 : LargeBlocks::kKept, gone);
     return true;
   }
 
@@ -143,7 +143,7 @@ class MappingAllocator final : public c10::Allocator {
   c10::Allocator* const before_;
   std::atomic<Bytes> large_{kNothingIsLarge};
   RankedMutex<LockRank::LargeBlocks> mutex_;
-  std::multiset<Bytes> scopes_;                         // guarded by mutex_
+  std::size_t scopes_ = 0;                              // guarded by mutex_
   Mappings in_use_;                                     // guarded by mutex_
   Mappings free_;                                       // guarded by mutex_; latest first
   std::unordered_map<void*, Mappings::iterator> used_;  // guarded by mutex_; into in_use_
@@ -152,12 +152,12 @@ class MappingAllocator final : public c10::Allocator {
 
 }  // namespace
 
-LargeBlocks::LargeBlocks(Bytes large) : large_(large) {
-  MappingAllocator::instance().begin(large_);
+LargeBlocks::LargeBlocks() {
+  MappingAllocator::instance().begin();
 }
 
 LargeBlocks::~LargeBlocks() {
-  MappingAllocator::instance().end(large_);
+  MappingAllocator::instance().end();
 }
 
 Bytes LargeBlocks::kept() {

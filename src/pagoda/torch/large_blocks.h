@@ -17,24 +17,19 @@ namespace pagoda::torch {
 /// cannot be mapped, and everything while none lives. Any thread.
 class LargeBlocks {
  public:
-  /// What is large: fewer bytes are better off between their neighbours.
-  static constexpr Bytes kLarge = 1_MiB;
-  /// …while a model is built, where nothing is made twice.
-  static constexpr Bytes kLargeInBuild = 256_KiB;
+  /// What is large: fewer bytes are better off between their neighbours. With 1 MiB, batches whose
+  /// activations were just below it left 20 to 40 MiB of holes in the heap.
+  static constexpr Bytes kLarge = 256_KiB;
   /// Bytes of mappings that nobody uses, at most.
   static constexpr Bytes kKept = 32_MiB;
 
-  /// The smallest `large` of all that live counts.
-  explicit LargeBlocks(Bytes large = kLarge);
+  LargeBlocks();
   LargeBlocks(const LargeBlocks&) = delete;
   LargeBlocks& operator=(const LargeBlocks&) = delete;
   ~LargeBlocks();
 
   /// What of kKept is taken now.
   static Bytes kept();
-
- private:
-  const Bytes large_;
 };
 
 }  // namespace pagoda::torch
