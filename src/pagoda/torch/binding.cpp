@@ -22,42 +22,23 @@
 #include "pagoda/base/ranked_mutex.h"
 #include "pagoda/engine/failure.h"
 #include "pagoda/io/owner_process.h"
-#include "pagoda/torch/activation_store.h"
+#include "pagoda/torch/bound_activations.h"
+#include "pagoda/torch/bound_pin.h"
 #include "pagoda/torch/build_surroundings.h"
 #include "pagoda/torch/enders.h"
 #include "pagoda/torch/engine.h"
 #include "pagoda/torch/gloo_world.h"
-#include "pagoda/torch/interpreter_lock.h"
 #include "pagoda/torch/observer.h"
 #include "pagoda/torch/optimizer_constants.h"
 #include "pagoda/torch/page_storage.h"
 #include "pagoda/torch/passes.h"
+#include "pagoda/torch/python_errors.h"
 #include "pagoda/torch/stats_counts.h"
 #include "pagoda/torch/storage_table.h"
 #include "pagoda/torch/table_use.h"
 
 namespace pagoda::torch {
 namespace {
-
-/// An error as Python gets it, with its class in front: TorchBind knows RuntimeError only.
-class PythonError : public std::runtime_error {
- public:
-  PythonError(const char* family, const std::string& text)
-      : std::runtime_error(fmt::format("pagoda.{}: {}", family, text)) {}
-};
-
-template <class Work>
-auto translating_errors(const Work& work) {
-  try {
-    return work();
-  } catch (const UserError& error) {
-    log::debug("torch", "UserError", {{"cause", error.located()}});
-    throw PythonError("UserError", error.what());
-  } catch (const EngineError& error) {
-    log::debug("torch", "EngineError", {{"cause", error.located()}});
-    throw PythonError("EngineError", error.what());
-  }
-}
 
 /// Of the page that is at this address of a StorageImpl; nothing where there is none.
 std::optional<std::string> page_at(std::int64_t storage) {
@@ -77,90 +58,9 @@ std::vector<std::string> config_keys() {
   return out;
 }
 
-/// Keeps pages where raw pointers can see them, until it goes or is told to let go.
-struct BoundPin final : ::torch::CustomClassHolder {
-  BoundPin() = default;
-  BoundPin(const BoundPin&) = delete;
-  BoundPin& operator=(const BoundPin&) = delete;
-  ~BoundPin() override {
-    const WithoutInterpreterLock unlocked;  // a release takes the pager's lock
-    held.clear();
-  }
-
-  void release() {
-    const Enders::EndsHere here;  // Python's lock is not held in a method
-    const std::shared_ptr<Engine> of = std::move(engine);
-    held.clear();
-    if (of != nullptr) translating_errors([&] { of->check_pinned_writes(); });
-  }
-
-  std::shared_ptr<Engine> engine;  // a pin must not reach into one that is gone
-  std::vector<std::shared_ptr<void>> held;
-};
-
-/// The pages among the tensors of a compiled region, from its call to its end.
-struct BoundRegionPages final : ::torch::CustomClassHolder {
-  BoundRegionPages(const std::vector<at::Tensor>& tensors, const std::vector<at::Tensor>& written) {
-    pages.emplace();
-    for (const at::Tensor& tensor : tensors) pages->add(tensor, false);
-    for (const at::Tensor& tensor : written) pages->add(tensor, true);
-    if (const auto too_large = pages->touch()) throw std::runtime_error(*too_large);
-  }
-  BoundRegionPages(const BoundRegionPages&) = delete;
-  BoundRegionPages& operator=(const BoundRegionPages&) = delete;
-  ~BoundRegionPages() override {
-    const WithoutInterpreterLock unlocked;  // as of a pin
-    pages.reset();
-  }
-  void release() { pages.reset(); }
-
-  std::optional<KernelPages> pages;
-};
-
 /// For Python's atexit. A class, for its methods are called without Python's lock.
 struct BoundInterpreter final : ::torch::CustomClassHolder {
   void ends() { Enders::instance().stop(); }
-};
-
-/// A saved tensor; in autograd's graph instead of it. Keeps what it needs alive.
-struct BoundSaved final : ::torch::CustomClassHolder {
-  BoundSaved() = default;
-  BoundSaved(std::shared_ptr<Engine> engine, std::shared_ptr<ActivationStore> store,
-             ActivationStore::Saved saved)
-      : engine(std::move(engine)), store(std::move(store)), saved(std::move(saved)) {}
-
-  at::Tensor restore() {
-    return translating_errors([&] { return store->unpack(saved); });
-  }
-
-  std::shared_ptr<Engine> engine;  // the first member is the last to go
-  std::shared_ptr<ActivationStore> store;
-  ActivationStore::Saved saved;
-};
-
-struct BoundActivations final : ::torch::CustomClassHolder {
-  BoundActivations() = default;
-  BoundActivations(std::shared_ptr<Engine> engine, ActivationStore::Policy policy)
-      : engine(std::move(engine)), store(this->engine->activations()), policy(policy) {}
-
-  c10::intrusive_ptr<BoundSaved> keep(const at::Tensor& tensor) {
-    return translating_errors([&] {
-      return c10::make_intrusive<BoundSaved>(engine, store, store->pack(tensor, policy));
-    });
-  }
-  void sweep() {
-    translating_errors([&] { store->sweep(); });
-  }
-  void flush() {
-    translating_errors([&] { store->flush(); });
-  }
-  void pause(bool paused) {
-    translating_errors([&] { store->pause(paused); });
-  }
-
-  std::shared_ptr<Engine> engine;
-  std::shared_ptr<ActivationStore> store;
-  ActivationStore::Policy policy;
 };
 
 /// One thread trains, as pagoda::Engine says, and any thread may call: whoever does has a share in

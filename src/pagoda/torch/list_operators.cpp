@@ -22,6 +22,7 @@
 #include <c10/util/Exception.h>
 
 #include "pagoda/base/ranked_mutex.h"
+#include "pagoda/torch/kernel_pages.h"
 #include "pagoda/torch/observer.h"
 #include "pagoda/torch/storage_table.h"
 

@@ -11,7 +11,7 @@
 
 #include "pagoda/comm/solo_world.h"
 #include "pagoda/torch/engine.h"
-#include "pagoda/torch/observer.h"
+#include "pagoda/torch/kernel_pages.h"
 
 namespace pagoda::torch {
 namespace {
