@@ -433,6 +433,27 @@ def test_a_pinned_parameter_keeps_its_storage(resident: bool, parameters: str) -
     engine.close()
 
 
+def test_a_parameter_in_no_group_is_a_plain_tensor_from_then_on() -> None:
+    """Nobody follows its storages, and it can be pinned like any other."""
+    engine = pagoda.Engine(device="cpu", device_budget="1MiB", host_budget="64MiB")
+    model = make_model()
+    frozen = model[0].weight.requires_grad_(False)
+    engine.attach(model, groups=[{"params": [p for p in model.parameters() if p.requires_grad]}])
+    frozen.data = torch.full((WIDTH, WIDTH), 2.0)
+    with engine.pin(model):
+        assert (frozen.numpy() == 2).all()
+        frozen.numpy()[0] = 3
+    engine.backward(loss_of(model, 0))
+    engine.step()
+    engine.finish()
+    assert (frozen[0] == 3).all() and (frozen[1:] == 2).all()
+    with pytest.raises(pagoda.UserError, match="not a parameter of this engine"):
+        engine.pin(torch.zeros(3))
+    engine.release(model)
+    assert (frozen[0] == 3).all() and (frozen[1:] == 2).all()
+    engine.close()
+
+
 def test_a_storage_comes_back_while_updates_are_made() -> None:
     """Between the last backward() and step() the exchange is dropped; what was there may return."""
     engine = pagoda.Engine(device="cpu", device_budget="96KiB", host_budget="64MiB",

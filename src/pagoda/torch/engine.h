@@ -168,7 +168,9 @@ class Engine {
   void set_loss_is_scaled(bool scaled);
 
   /// While the returned handle lives, the page is on the device and its pointer may be used; what a
-  /// step() changes is there when it returns. On a GPU, writes by pointers need `write`.
+  /// step() changes is there when it returns. On a GPU, writes by pointers need `write`. A
+  /// parameter in no group that was given another storage is a plain tensor, which needs nothing:
+  /// null.
   [[nodiscard]] std::shared_ptr<void> pin(const at::Tensor& parameter, bool write = false);
   /// A UserError if raw pointers have written under a pin where that is refused, which has undone
   /// it. step() says so, too.

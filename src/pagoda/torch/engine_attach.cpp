@@ -229,7 +229,10 @@ engine::ModelSpec Engine::Impl::describe(const std::vector<NamedTensor>& model,
     if (first) pages.push_back(&page);
     tensors.push_back({name, form_of(tensor, name, owner->second, page.elements)});
     const auto group = group_of.find(tensor.unsafeGetTensorImpl());
-    if (!one_for_all && group == group_of.end()) continue;
+    if (!one_for_all && group == group_of.end()) {
+      untrained_.emplace_back(tensor.getIntrusivePtr());
+      continue;
+    }
     Given& one = all.emplace_back();
     one.tensor = tensor;
     one.name = name;
@@ -295,6 +298,7 @@ void Engine::Impl::forget_parameters() {
     torch::PageStorage::open_plain(*parameter.shut.unsafeGetStorageImpl());
   }
   parameters_.clear();
+  untrained_.clear();
   stepped_ = false;
   frozen_.clear();
   of_page_.clear();

@@ -223,6 +223,13 @@ bool Engine::Impl::is_parameters(const torch::PageStorage& storage) const {
                      [&](const Parameter& one) { return one.storage == &storage; });
 }
 
+/// Whether it is a parameter of the model that is in no group. Nobody follows its storages.
+bool Engine::Impl::is_untrained(const at::Tensor& tensor) const {
+  return std::any_of(untrained_.begin(), untrained_.end(), [&](const auto& one) {
+    return one._unsafe_get_target() == tensor.unsafeGetTensorImpl();
+  });
+}
+
 /// Forgets storages that have died; the pager has been told by them.
 void Engine::Impl::sweep() {
   // Now and then: their weak references keep torch from using an address again before that.
@@ -294,6 +301,7 @@ std::shared_ptr<void> Engine::Impl::pin(const at::Tensor& tensor, bool write) {
       storage = find(tensor);
     }
   }
+  if (storage == nullptr && is_untrained(tensor)) return nullptr;
   PAGODA_REQUIRE(storage != nullptr, "the tensor is not a parameter of this engine");
   pager::Page* page = storage->page();
   auto hold = std::make_unique<pager::Hold>(

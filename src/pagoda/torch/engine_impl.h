@@ -303,6 +303,7 @@ class Engine::Impl final : public torch::ObserverClient {
   void require_page_of_its_kind(const Parameter& parameter, const at::Tensor& tensor) const;
   void sweep();
   bool is_parameters(const torch::PageStorage& storage) const;
+  bool is_untrained(const at::Tensor& tensor) const;
   torch::PageStorage* find(const at::Tensor& tensor) const;
   const pager::Page& page_of(const at::Tensor& tensor) const;
   void bump(pager::Page& page);
@@ -318,6 +319,7 @@ class Engine::Impl final : public torch::ObserverClient {
   bool may_exchange_ = true;                         // guarded by exchange_mutex_
   std::unordered_map<const c10::StorageImpl*, Moved> moved_;
   std::vector<Parameter> parameters_;
+  std::vector<c10::weak_intrusive_ptr<c10::TensorImpl>> untrained_;  // the model's in no group
   std::vector<std::size_t> frozen_;  // of parameters_: those whose `frozen` is set
   std::unordered_map<const pager::Page*, std::vector<std::size_t>> of_page_;
   std::unordered_map<const optim::TrainedPage*, Partial> partial_;  // guarded by gradient_mutex_
