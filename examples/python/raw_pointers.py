@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="also torch.compile, which is slow")
     flags = parser.parse_args()
 
-    engine = pagoda.Engine(device_budget="160KiB", gradient_staging="64KiB")
+    engine = pagoda.Engine(device_budget="160KiB")
     with engine.build():
         model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(16)))
     engine.attach(model)  # pages have the names of the model's parameters from here on

@@ -9,7 +9,6 @@ pagoda::Config paged(const Flags& flags) {
   pagoda::Config config;
   config.device = flags.device;
   config.device_budget = flags.device_budget;
-  config.gradient_staging = flags.device_budget / 4;  // of which the largest gradient is most
   config.host_budget = flags.host_budget;
   config.nvme = {flags.directory.string()};
   config.nvme_budget = flags.disk_budget;
@@ -26,7 +25,6 @@ pagoda::Config resident(const Flags& flags) {
   pagoda::Config config;
   config.device = flags.device;
   config.device_budget = 256_MiB;
-  config.gradient_staging = 64_MiB;
   config.parameters = pagoda::Placement::Device;
   config.gradients = config.optimizer = pagoda::Placement::Host;
   config.prefetch = false;

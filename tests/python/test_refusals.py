@@ -93,7 +93,7 @@ SMALL = {"device_budget": "1MiB", "staging": "16KiB", "update_chunk": "16KiB"}
 @pytest.mark.parametrize("built", [True, False], ids=["built", "attached"])
 @pytest.mark.parametrize(("key", "where"), [
     ("device_budget", "host"), ("device_budget", "device"), ("device_budget", "nvme"),
-    ("gradient_staging", "host"), ("host_budget", "host"), ("host_budget", "nvme"),
+    ("host_budget", "host"), ("host_budget", "nvme"),
     ("host_budget", "auto"), ("nvme_budget", "nvme"), ("nvme_budget", "auto")])
 def test_what_is_advised_is_the_smallest_that_works(key: str, where: str, built: bool,
                                                     tmp_path: Path) -> None:

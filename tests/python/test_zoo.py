@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import parity
-from parity import assert_parity
+from parity import IN_SMALL_PIECES, assert_parity
 from zoo import ZOO
 
 
@@ -16,11 +16,18 @@ def test_parity(name: str) -> None:
     assert_parity(specimen.make, specimen.loss)
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama_bf16", "qwen3_tied"])
+def test_parity_in_small_pieces(name: str) -> None:
+    """Embeddings are looked up where they lie, and states are updated in many chunks."""
+    specimen = ZOO[name]
+    assert_parity(specimen.make, specimen.loss, **IN_SMALL_PIECES)
+
+
 @pytest.mark.parametrize("name", ["gpt2", "llama_bf16"])
 def test_parity_from_disk(name: str, tmp_path: Path) -> None:
     specimen = ZOO[name]
     assert_parity(specimen.make, specimen.loss, parameters="nvme", gradients="nvme",
-                  optimizer="nvme", nvme=[tmp_path])
+                  optimizer="nvme", nvme=[tmp_path], **IN_SMALL_PIECES)
     assert list(tmp_path.iterdir()) == []
 
 

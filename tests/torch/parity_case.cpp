@@ -108,10 +108,11 @@ void set_tight_budget(pagoda::Config& config, const Options& options) {
   Options born = options;
   born.dtype = Dtype::F32;  // as torch's modules make them; they are cast later
   const ModelBytes model = model_bytes(born);
-  config.gradient_staging = model.largest;
   // An operator takes a weight with its bias; the cell of an LSTM takes two of each.
   const Bytes weights = options.kind == Kind::Lstm ? 2 : 1;
-  config.device_budget = config.gradient_staging + weights * (model.largest + 4_KiB);
+  const Bytes pages = weights * (model.largest + 4_KiB);
+  config.device_budget =
+      pages + pages / 7 + 1;  // an eighth is for gradients, of which many are larger
 }
 
 const std::vector<covering::Dimension>& parity_dimensions() {

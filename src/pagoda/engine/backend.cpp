@@ -163,13 +163,16 @@ pager::Tiers::Options tiers_options(const Config& config,
       throw UserError(fmt::format("there is no room for device_budget: {}; raise the limit",
                                   limit->describe()));
     }
+    const bool set = config.gradient_staging != 0;
     throw UserError(fmt::format(
-        "device_budget = {}{} has no room for pages beside the {} of gradient_staging: raise "
-        "device_budget to at least {}, or lower gradient_staging",
+        "device_budget = {}{} has no room for pages{}: raise device_budget to at least {}{}",
         format_bytes(options.device_budget),
         config.device_budget == 0 ? " (half of what is free)" : "",
-        format_bytes(options.gradient_staging),
-        format_bytes_up(pager::Tiers::least_device_budget(options, 1, 0))));
+        set ? fmt::format(" beside the {} of gradient_staging",
+                          format_bytes(options.gradient_staging))
+            : "",
+        format_bytes_up(pager::Tiers::least_device_budget(options, 1)),
+        set ? ", or lower gradient_staging" : ""));
   }
   options.host_budget = config.host_budget != 0 ? config.host_budget : kNoLimit;
   for (const std::string& directory : config.nvme) options.swap.directories.emplace_back(directory);

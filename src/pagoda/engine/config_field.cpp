@@ -256,7 +256,9 @@ std::vector<ConfigField> make_fields() {
       bytes(PAGODA_FIELD(device_budget),
             "Device memory for pages and gradient staging; 0: half of what is free"),
       bytes(PAGODA_FIELD(gradient_staging),
-            "Part of device_budget for gradients in flight; 0: an eighth"),
+            "Part of device_budget for gradients in flight; 0: an eighth. One that is larger "
+            "leaves the "
+            "device before backward goes on"),
       optional_bytes(PAGODA_FIELD(device_limit),
                      "Device memory for everything, activations and workspaces included"),
       bytes(PAGODA_FIELD(host_budget), "Host memory for everything placed there; 0: no limit"),

@@ -51,10 +51,6 @@ void Fit::need_page(std::string_view name, Bytes bytes) {
   if (bytes > largest_page_.bytes) largest_page_ = {std::string(name), bytes};
 }
 
-void Fit::need_gradient(std::string_view name, Bytes bytes) {
-  if (bytes > largest_gradient_.bytes) largest_gradient_ = {std::string(name), bytes};
-}
-
 bool Fit::parameters_fit_on_device() const noexcept {
   Bytes sum = parameters.device_bytes();
   for (const StateNeed* state : {&gradients, &optimizer}) {
@@ -80,10 +76,9 @@ std::string Fit::list() const {
 
 void Fit::check_device() const {
   const Tiers::Options& options = tiers_.options();
-  const auto least_budget = [&](Bytes pages) {
-    return Tiers::least_device_budget(options, pages, largest_gradient_.bytes);
+  const auto enough = [&](Bytes pages) {
+    return format_bytes_up(Tiers::least_device_budget(options, pages));
   };
-  const auto enough = [&](Bytes pages) { return format_bytes_up(least_budget(pages)); };
   Bytes placed = 0;
   for (const StateNeed* state : states()) {
     if (state->placement == pager::Placement::Device) placed += state->device_bytes();
@@ -92,32 +87,6 @@ void Fit::check_device() const {
   const bool all_there = parameters.placement == pager::Placement::Device && whole_parameters;
   const Bytes page =
       all_there || largest_page_.bytes == 0 ? 0 : Tiers::device_bytes(largest_page_.bytes);
-  if (largest_gradient_.bytes > options.gradient_staging) {
-    const std::string staging = format_bytes_up(largest_gradient_.bytes);
-    const Bytes least = least_budget(placed + page);
-    const std::string budget = format_bytes_up(least);
-    // With a staging of its own, what is left of the budget must still hold the pages.
-    const Bytes beside = Tiers::device_bytes(largest_gradient_.bytes) +
-                         std::max(Tiers::device_bytes(placed + page), Tiers::kDeviceBlock);
-    throw UserError(
-        options.gradient_share > 0
-            ? fmt::format("the gradient of '{}' takes {}, and gradients may take {} of "
-                          "device_budget = {}: raise device_budget to at least {}, or set "
-                          "gradient_staging to at least {}{}",
-                          largest_gradient_.name, staging, format_bytes(options.gradient_staging),
-                          format_bytes(options.device_budget), budget, staging,
-                          beside <= options.device_budget
-                              ? ""
-                              : " and device_budget to at least " + format_bytes_up(beside))
-            : fmt::format("the gradient of '{}' takes {}, and gradient_staging = {}: raise "
-                          "gradient_staging to at least {}{}",
-                          largest_gradient_.name, staging, format_bytes(options.gradient_staging),
-                          staging,
-                          least <= options.device_budget
-                              ? ""
-                              : ", and device_budget = " + format_bytes(options.device_budget) +
-                                    " to at least " + budget));
-  }
   if (placed + page <= device_) return;
   if (placed == 0) {
     throw UserError(

@@ -34,9 +34,8 @@ class Fit {
   void hold(const pager::Home& home);
   /// Host memory that must be there whatever lies elsewhere.
   void need_buffers(Bytes bytes) noexcept { buffers_ += bytes; }
-  /// A page must have room beside what is placed on the device, and its gradient in the staging.
+  /// A page must have room beside what is placed on the device.
   void need_page(std::string_view name, Bytes bytes);
-  void need_gradient(std::string_view name, Bytes bytes);
 
   /// Whose states they are, as messages say it.
   std::string_view whose = "the model's";
@@ -86,7 +85,6 @@ class Fit {
   Room nvme_;
   Bytes buffers_ = 0;
   Named largest_page_;
-  Named largest_gradient_;
 };
 
 }  // namespace pagoda::engine

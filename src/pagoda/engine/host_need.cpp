@@ -6,6 +6,7 @@
 #include <fmt/format.h>
 
 #include "pagoda/base/error.h"
+#include "pagoda/engine/reducer.h"
 #include "pagoda/engine/shard_exchange.h"
 #include "pagoda/io/swap_options.h"
 #include "pagoda/optim/update_chunk.h"
@@ -42,6 +43,7 @@ std::vector<HostNeed> host_needs(const Config& config, device::DeviceKind kind, 
   }
   add(fmt::format("{} buffers of staging = {}", buffers, format_bytes(config.staging)),
       buffers * config.staging);
+  add("gradients that wait on disk", Reducer::parking_bytes(kind, ranks));
   if (!updates_in_place(config, kind)) {
     const Bytes chunk = update_buffer_bytes(config);
     const unsigned least = least_update_buffers(config);

@@ -74,6 +74,9 @@ Reducer::Reducer(Groups groups, pager::Pager& pager, optim::Gradients& gradients
       rank_(groups.calls == nullptr ? 0 : groups.calls->rank()),
       stream_(pager.tiers().device()->make_stream({.name = "gradients out"})),
       park_stream_(pager.tiers().device()->make_stream({.name = "park"})) {
+  if (const Bytes parking = parking_bytes(pager.tiers().device()->kind(), ranks_); parking > 0) {
+    parking_ = pager.tiers().host().allocate(parking, pager::tag::kStaging, "parked gradients");
+  }
   thread_ = start_thread<std::jthread>([this] {
     trace::name_thread("reduce");
     run();
@@ -135,35 +138,73 @@ void Reducer::push(Contribution contribution) {
   // It may be over and gone while this waits, where nobody adds the contribution up.
   round = rounds_.back();
   const auto refused = [&] { return round->opened && !is_trained(arrival.contribution); };
-  bool parked = false;
+  const bool large = is_large(arrival.contribution);
   const Stopwatch watch;
-  while (!refused() && on_device_ > 0 && on_device_ + bytes > options_.device_limit) {
+  while (!refused() && !has_room_for(arrival.contribution, lock)) {
     if (wants_local_) {
       // The thread waits for a gradient that comes after this one: waiting for it would be forever.
       ++stats_.parked;
-      lock.unlock();
-      park(arrival);
-      lock.lock();
-      parked = true;
+      park(arrival, lock);
       break;
     }
     changed_.wait(lock, [&] {
-      return error_ != nullptr || wants_local_ || on_device_ == 0 ||
-             on_device_ + bytes <= options_.device_limit || refused();
+      return error_ != nullptr || wants_local_ || has_room_for(arrival.contribution, lock) ||
+             refused();
     });
     if (error_ != nullptr) std::rethrow_exception(error_);
   }
+  // Other ranks may be late, and it shall not wait for them where it is.
+  if (large && ranks_ > 1 && !refused() && !arrival.parked) park(arrival, lock);
   stats_.push_stall += watch.elapsed_ns();
-  if (refused()) return;
-  if (!parked) on_device_ += bytes;
+  if (refused()) {
+    if (arrival.parked) (void)release(arrival, lock);
+    return;
+  }
+  if (!arrival.parked) on_device_ += bytes;
   ++stats_.contributions;
+  if (large) ++stats_.large;
   round->order.push_back(number);
-  round->arrived[number] = std::move(arrival);
+  std::optional<Arrival>& place = round->arrived[number];
+  place = std::move(arrival);
   changed_.notify_all();
+  if (!large || place->parked) return;
+  const Stopwatch leaving;
+  changed_.wait(lock, [&] {
+    return error_ != nullptr || stopping_ || !place || place->contribution.data == nullptr;
+  });
+  stats_.push_stall += leaving.elapsed_ns();
+  if (error_ != nullptr) std::rethrow_exception(error_);
+}
+
+bool Reducer::is_large(const Contribution& contribution) const noexcept {
+  return contribution.page->page->bytes() > options_.device_limit;
+}
+
+/// Whether it may wait for its turn: on the device, or, if it is larger than what may, on the host
+/// where there are other ranks.
+bool Reducer::has_room_for(const Contribution& contribution, const Lock& /*lock*/) const noexcept {
+  if (is_large(contribution)) return ranks_ > 1 ? large_parked_ == 0 : on_device_ == 0;
+  return on_device_ + contribution.page->page->bytes() <= options_.device_limit;
+}
+
+/// The lock is open meanwhile.
+void Reducer::park(Arrival& arrival, Lock& lock) {
+  const bool large = is_large(arrival.contribution);
+  if (large) ++large_parked_;
+  lock.unlock();
+  try {
+    move_to_host(arrival);
+  } catch (...) {
+    lock.lock();
+    if (large) --large_parked_;
+    changed_.notify_all();
+    throw;
+  }
+  lock.lock();
 }
 
 /// Moves a contribution to the host, where it waits for its turn.
-void Reducer::park(Arrival& arrival) {
+void Reducer::move_to_host(Arrival& arrival) {
   pager::Tiers& tiers = pager_.tiers();
   const TrainedPage& page = *arrival.contribution.page;
   PAGODA_TRACE("gradients", "park", {"page", page.page->name()});
@@ -174,7 +215,8 @@ void Reducer::park(Arrival& arrival) {
     tiers.write(arrival.parked, 0, {arrival.contribution.data, page.page->bytes()});
   } else {
     const bool in_memory = arrival.parked.data() != nullptr;
-    const Bytes most = in_memory ? page.page->bytes() : kParking;
+    const Bytes most =
+        in_memory ? page.page->bytes() : parking_bytes(tiers.device()->kind(), ranks_);
     const std::lock_guard parking(park_mutex_);
     for (Bytes done = 0; done < page.page->bytes();) {
       const Bytes piece = std::min(most, page.page->bytes() - done);
@@ -560,6 +602,7 @@ void Reducer::read_contribution(const Arrival& arrival, Range range, std::byte* 
 /// Of the result the last reference may be Python's: it goes without the lock.
 std::shared_ptr<void> Reducer::release(Arrival& arrival, const Lock& /*lock*/) {
   if (arrival.contribution.data != nullptr) on_device_ -= arrival.contribution.page->page->bytes();
+  if (arrival.parked && is_large(arrival.contribution)) --large_parked_;
   arrival.contribution.data = nullptr;
   arrival.parked = {};
   changed_.notify_all();

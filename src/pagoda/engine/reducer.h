@@ -36,6 +36,7 @@ struct ReducerStats {
   std::uint64_t contributions = 0;
   std::uint64_t rounds = 0;
   std::uint64_t parked = 0;  // contributions that had to wait for their turn on the host
+  std::uint64_t large = 0;   // contributions larger than what may wait on the device
   Bytes device_to_host = 0;
   Bytes exchanged = 0;   // sent to other ranks
   Nanos push_stall = 0;  // backward waited for room
@@ -53,13 +54,19 @@ class Reducer {
  public:
   struct Options {
     Bytes bucket = 32_MiB;
-    /// Gradient bytes that may wait on the device.
+    /// Gradient bytes that may wait on the device. A gradient that is larger leaves it before
+    /// push() returns.
     Bytes device_limit = 0;
     /// Told of the first error, on the thread that met it.
     std::function<void(std::exception_ptr)> on_failure;
     /// What the others are told of a rank that has a micro-batch. Any thread.
     std::function<Collective()> in_backward;
   };
+
+  /// Host memory through which gradients go that wait on disk for their turn.
+  static constexpr Bytes parking_bytes(device::DeviceKind kind, int ranks) noexcept {
+    return ranks > 1 && kind == device::DeviceKind::Cuda ? 1_MiB : 0;
+  }
 
   /// Over which groups ranks meet, and gradients go. Null: one rank.
   struct Groups {
@@ -109,8 +116,7 @@ class Reducer {
   ReducerStats stats() const;
 
  private:
-  static constexpr Bytes kAlignment = 64;   // of every part of a message
-  static constexpr Bytes kParking = 1_MiB;  // at a time, of a gradient that waits on disk
+  static constexpr Bytes kAlignment = 64;  // of every part of a message
 
   struct Arrival {
     Contribution contribution;
@@ -156,7 +162,10 @@ class Reducer {
   void open(Round* round, bool thawed, Lock& lock);
   void end_round(Lock& lock);
   [[nodiscard]] std::shared_ptr<void> release(Arrival& arrival, const Lock& lock);
-  void park(Arrival& arrival);
+  bool is_large(const Contribution& contribution) const noexcept;
+  bool has_room_for(const Contribution& contribution, const Lock& lock) const noexcept;
+  void park(Arrival& arrival, Lock& lock);
+  void move_to_host(Arrival& arrival);
   static Bytes flag_bytes(const optim::TrainedPage& page);
   Plan make_plan(std::span<optim::TrainedPage* const> order) const;
   Bytes buffers_for(Bytes message) const;
@@ -186,6 +195,7 @@ class Reducer {
   std::deque<std::shared_ptr<Round>> rounds_;  // guarded by mutex_
   std::vector<std::uint32_t> arrival_order_;   // guarded by mutex_
   Bytes on_device_ = 0;                        // guarded by mutex_
+  std::size_t large_parked_ = 0;               // guarded by mutex_: that wait on the host
   bool wants_local_ = false;  // guarded by mutex_: the thread waits for a gradient of this rank
   std::optional<Collective> call_;  // guarded by mutex_: that this rank is in and has not met in
   std::vector<Collective> met_;     // guarded by mutex_: in its last call

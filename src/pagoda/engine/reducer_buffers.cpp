@@ -91,8 +91,7 @@ Reducer::Plan Reducer::make_plan(std::span<TrainedPage* const> order) const {
 
 /// What buffers of that many bytes take: one for each way.
 Bytes Reducer::buffers_for(Bytes message) const {
-  const bool parks = ranks_ > 1 && !pager_.tiers().device_is_host();
-  return message == 0 ? 0 : (ranks_ > 1 ? 2 : 1) * message + (parks ? kParking : 0);
+  return (ranks_ > 1 ? 2 : 1) * message;
 }
 
 Bytes Reducer::host_bytes(std::span<TrainedPage* const> order) const {
@@ -111,10 +110,6 @@ Reducer::Buffers Reducer::take_buffers(Bytes message) {
   Buffers out;
   out.outgoing = host.allocate(message, pager::tag::kStaging, "gradients out");
   if (ranks_ > 1) out.incoming = host.allocate(message, pager::tag::kStaging, "gradients in");
-  // Nothing is parked before a round has buffers, so nobody uses it yet.
-  if (ranks_ > 1 && !pager_.tiers().device_is_host() && parking_.data() == nullptr) {
-    parking_ = host.allocate(kParking, pager::tag::kStaging, "parked gradients");
-  }
   out.message = message;
   return out;
 }

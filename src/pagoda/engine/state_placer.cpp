@@ -30,7 +30,6 @@ void StatePlacer::plan_states(const TrainedPage& page, Fit& fit) const {
   fit.gradients.pages.push_back(page.gradient_bytes());
   fit.optimizer.pages.push_back(
       updater_.layout(page, rules_.at_attach(page)).bytes(page.updated.size()));
-  fit.need_gradient(page.page->name(), page.page->bytes());
 }
 
 Fit StatePlacer::plan(const Pages& pages, std::span<const std::unique_ptr<TrainedPage>> trained,

@@ -215,7 +215,7 @@ void Room::too_large(std::span<const Access> accesses, const Lock& /*lock*/) con
           : fmt::format(" ({} in blocks of {} B)", format_bytes(blocks), Tiers::kDeviceBlock),
       list, format_bytes(tiers_.options().device_budget), format_bytes(arena.capacity),
       held == 0 ? "" : fmt::format(", {} of it pinned or placed there", format_bytes(held)),
-      format_bytes_up(Tiers::least_device_budget(tiers_.options(), needed, 0))));
+      format_bytes_up(Tiers::least_device_budget(tiers_.options(), needed))));
 }
 
 }  // namespace pagoda::pager

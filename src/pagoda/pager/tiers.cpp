@@ -37,15 +37,15 @@ std::string why_not_reserved(const Tiers::Options& options, const EngineError& e
 
 }  // namespace
 
-Bytes Tiers::least_device_budget(const Options& options, Bytes pages, Bytes gradient) noexcept {
+Bytes Tiers::least_device_budget(const Options& options, Bytes pages) noexcept {
   const Bytes wanted = device_bytes(pages);
   const Bytes share = options.gradient_share;
-  if (share <= 1) return wanted + std::max(options.gradient_staging, gradient);
+  if (share <= 1) return wanted + options.gradient_staging;
   // Smallest b with b - b / share >= wanted.
   Bytes budget = wanted + wanted / (share - 1);
   while (budget - budget / share < wanted) ++budget;
   while (budget - 1 - (budget - 1) / share >= wanted) --budget;
-  return std::max(budget, share * gradient);
+  return budget;
 }
 
 Tiers::Tiers(Options options)
@@ -92,7 +92,7 @@ Home Tiers::on_device(Bytes bytes, std::string_view tag, std::string_view name) 
           "needed for {}: raise device_budget to at least {}",
           format_bytes(options_.device_budget), format_bytes(arena.free),
           format_bytes(arena.capacity), format_bytes(arena.largest_free), format_bytes(bytes), tag,
-          format_bytes_up(least_device_budget(options_, arena.capacity + bytes, 0))),
+          format_bytes_up(least_device_budget(options_, arena.capacity + bytes))),
       "device_budget", arena.capacity, bytes, arena.largest_free);
 }
 

@@ -38,7 +38,8 @@ class Tiers {
   struct Options {
     std::shared_ptr<device::Device> device;
     Bytes device_budget = 0;
-    /// Part of device_budget that gradients on their way off the device may take.
+    /// Part of device_budget that gradients on their way off the device may take, beside the one
+    /// that somebody waits for.
     Bytes gradient_staging = 0;
     /// Where that is one part in so many of any budget; 0: it was set by itself.
     Bytes gradient_share = 0;
@@ -60,8 +61,8 @@ class Tiers {
   static constexpr Bytes device_bytes(Bytes bytes) noexcept {
     return bytes == 0 ? kDeviceBlock : align_up(bytes, kDeviceBlock);
   }
-  /// The smallest device_budget that has `pages` bytes for pages and `gradient` for one gradient.
-  static Bytes least_device_budget(const Options& options, Bytes pages, Bytes gradient) noexcept;
+  /// The smallest device_budget that has `pages` bytes for pages.
+  static Bytes least_device_budget(const Options& options, Bytes pages) noexcept;
 
   explicit Tiers(Options options);
   Tiers(const Tiers&) = delete;

@@ -34,6 +34,7 @@ Counts counts_of(const engine::Stats& stats) {
   put("moved.pulled", stats.pulled);
   put("moved.served", stats.served);
   put("moved.gradients_exchanged", stats.gradients.exchanged);
+  put("gradients.larger_than_staging", stats.gradients.large);
   put("gradients.stall_ns", stats.gradients.push_stall);
   put("updates.pages", stats.updates.pages);
   put("updates.early", stats.updates.early);

@@ -18,7 +18,8 @@ def draw_room(random: Random) -> dict[str, Any]:
     return {"pages": random.choice([0, 0, 0, 0.02, 0.1, 0.3, 1.1, 1.1]),
             "device": random.choice([[], [], ["parameters"], ["gradients", "optimizer"],
                                      ["parameters", "gradients", "optimizer"]]),
-            "staging": random.choice([1, 1, 1, 2, 4]),
+            # Of the largest gradient; none: device_budget alone.
+            "staging": random.choice([None, None, 0.2, 1, 1, 2, 4]),
             "host": random.choice([None, None, None, "roomy", "scarce"])}
 
 
@@ -121,12 +122,15 @@ def resolve(config: dict[str, Any], room: dict[str, Any], model: Model, folder: 
     need = max([sum(largest), *(bytes_of(group) for group in model.together())])
     need += held * largest[-1]
     pages = int(need + room["pages"] * max(0, sum(sizes.values()) - need))
-    staging = _aligned(largest[-1]) * room["staging"]
     if room["pages"] > 1:  # plenty: some of it may be for good
         config = {**config, **{state: "device" for state in room["device"]}}
         pages += 8 * (sum(sizes.values()) + 4 * KIB * len(sizes))
     states = sum(sizes.values()) * 8 + 4 * KIB * len(sizes)
-    out = {**config, "device_budget": pages + staging, "gradient_staging": staging}
+    if room["staging"] is None:
+        out = {**config, "device_budget": pages + pages // 7 + 1}
+    else:
+        staging = int(_aligned(largest[-1]) * room["staging"])
+        out = {**config, "device_budget": pages + staging, "gradient_staging": staging}
     fixed = (config["fetch_threads"] + 2) * config["staging"] + 2 * config["bucket"]
     fixed += 5 * config["update_chunk"] * 4 + 256 * KIB
     if room["host"] == "roomy":

@@ -96,17 +96,19 @@ void SmallRank::backward(int number, bool last) {
   runtime_->end_backward();
 }
 
-void SmallRank::contribute(std::size_t page, int number) {
+std::weak_ptr<void> SmallRank::contribute(std::size_t page, int number) {
   optim::TrainedPage* trained = runtime_->trained(*pages_[page]);
-  if (trained == nullptr) return;
+  if (trained == nullptr) return {};
   const auto seed = static_cast<std::uint64_t>(1000 * (number + 1) + 100 * rank_) + page;
   auto bits = std::make_shared<Bits>(numbers(options_.dtype, options_.pages[page], seed));
   Contribution contribution;
   contribution.page = trained;
   contribution.present = {true};
   contribution.data = bits->data();
-  contribution.keep = bits;
+  contribution.keep = std::move(bits);
+  std::weak_ptr<void> out = contribution.keep;
   runtime_->contribute(std::move(contribution));
+  return out;
 }
 
 void SmallRank::step() {

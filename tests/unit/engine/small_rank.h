@@ -40,8 +40,8 @@ class SmallRank {
   std::size_t attach(const std::function<void()>& watch = {});
   /// A micro-batch whose gradients follow from rank and number.
   void backward(int number, bool last = true);
-  /// One of them; none if the page is frozen.
-  void contribute(std::size_t page, int number);
+  /// One of them; none if the page is frozen. Returns what it lives in.
+  std::weak_ptr<void> contribute(std::size_t page, int number);
   void step();
   void join();
   /// Reads every page, and drops them.
