@@ -52,7 +52,7 @@ class Cache : public pager::Occupancy {
     for (const PageId page : resident_) sum += page == in_use_ ? 0 : sizes_[page];
     return sum;
   }
-  std::size_t pending_updates() const override { return 0; }  // a schedule does not ask
+  std::size_t awaiting_update() const override { return 0; }  // a schedule does not ask
   std::uint64_t changes() const override { return 0; }
 
  private:

@@ -20,6 +20,7 @@ PageRecord& PageTable::add(std::string name, std::uint64_t elements, Bytes eleme
 void PageTable::remove(PageRecord& page, const Lock& lock) {
   set_residency(page, Residency::Absent, lock);
   --absent_;
+  if (page.awaits_update()) --awaiting_;
   if (foresight_ != nullptr) foresight_->forget(page.id);
   const PageId id = page.id;
   by_id_[id] = nullptr;
@@ -88,15 +89,12 @@ void PageTable::recount(PageRecord& page, const Lock& /*lock*/) noexcept {
   spare_ = spare ? spare_ + page.bytes() : spare_ - page.bytes();
 }
 
-void PageTable::add_pending_update(PageRecord& page, const Lock& /*lock*/) noexcept {
-  if (!page.has_pending_update()) ++pending_;
-  ++page.wanted;
+void PageTable::add_pending_update(PageRecord& page, const Lock& lock) noexcept {
+  change_version(page, lock, [&] { ++page.wanted; });
 }
 
 void PageTable::set_version(PageRecord& page, std::uint64_t version, const Lock& lock) {
-  if (page.has_pending_update()) --pending_;
-  page.version = version;
-  if (page.has_pending_update()) ++pending_;
+  change_version(page, lock, [&] { page.version = version; });
   note_fetchable(page, lock);
 }
 

@@ -75,6 +75,13 @@ class PageTable final : public Occupancy {
   void recount(PageRecord& page, const Lock& lock) noexcept;
   /// The page has one more pending update.
   void add_pending_update(PageRecord& page, const Lock& lock) noexcept;
+  /// `change` is made to what PageRecord::awaits_update() looks at.
+  template <class Change>
+  void change_version(PageRecord& page, const Lock& /*lock*/, const Change& change) {
+    if (page.awaits_update()) --awaiting_;
+    change();
+    if (page.awaits_update()) ++awaiting_;
+  }
   /// Home has seen all updates up to `version`.
   void set_version(PageRecord& page, std::uint64_t version, const Lock& lock);
   /// The page, if it is absent, can be fetched, which it could not before; or another one.
@@ -92,7 +99,7 @@ class PageTable final : public Occupancy {
   std::span<const PageId> resident() const override { return resident_; }
   Bytes free() const override { return tiers_.arena().stats().largest_free; }
   Bytes evictable() const override { return spare_; }
-  std::size_t pending_updates() const override { return pending_; }
+  std::size_t awaiting_update() const override { return awaiting_; }
   std::uint64_t changes() const override { return changes_; }
 
  private:
@@ -110,7 +117,7 @@ class PageTable final : public Occupancy {
   std::vector<PageId> resident_;                    // guarded by mutex_
   std::size_t absent_ = 0;                          // guarded by mutex_
   Bytes spare_ = 0;                                 // guarded by mutex_: bytes that may be evicted
-  std::size_t pending_ = 0;                         // guarded by mutex_
+  std::size_t awaiting_ = 0;                        // guarded by mutex_: awaits_update()
   std::uint64_t changes_ = 0;                       // guarded by mutex_
   Foresight* foresight_ = nullptr;                  // guarded by mutex_
   PagerStats stats_;                                // guarded by mutex_

@@ -53,7 +53,8 @@ std::vector<Page*> Versions::mark_pending(std::span<Page* const> pages) {
       page.home.block().mark_users(taken);
       if (!page.dirty()) page.before = {};  // of the version before, kept for a write that waits
     }
-    page.next = nullptr;  // nobody fetches from there any more: it may become home
+    // Nobody fetches from there any more: it may become home.
+    table_.change_version(page, lock, [&] { page.next = nullptr; });
     if (page.residency != Residency::Resident) continue;
     if (page.current() && !page.fixed) continue;  // it was fetched ahead
     // What the user holds, or an operator of another thread reads just now, as with plain tensors.
@@ -87,7 +88,7 @@ void Versions::wait_for_version(const PageRecord& page) {
 bool Versions::supersede(PageRecord& page) {
   const Lock lock = table_.lock();
   if (page.has_writes() || page.before || page.holds > 0 || page.has_pending_update()) return false;
-  page.superseded = true;
+  table_.change_version(page, lock, [&] { page.superseded = true; });
   if (page.evictable(false)) copies_.drop(page, lock);
   return true;
 }
@@ -95,14 +96,15 @@ bool Versions::supersede(PageRecord& page) {
 void Versions::offer_next(PageRecord& page, const Home& next) {
   const Lock lock = table_.lock();
   if (!page.superseded || page.has_pending_update() || page.shared || page.fixed) return;
-  page.next = &next;
+  table_.change_version(page, lock, [&] { page.next = &next; });
   table_.note_fetchable(page, lock);
   room_.fetch_ahead(lock);
 }
 
 void Versions::withdraw_next(PageRecord& page) {
   Lock lock = table_.lock();
-  if (std::exchange(page.next, nullptr) == nullptr) return;
+  if (page.next == nullptr) return;
+  table_.change_version(page, lock, [&] { page.next = nullptr; });
   table_.wait(lock, [&] { return !page.moving(); });
   if (page.residency != Residency::Resident || page.current()) return;
   copies_.drop(page, lock);
@@ -112,7 +114,7 @@ void Versions::withdraw_next(PageRecord& page) {
 void Versions::end_supersede(PageRecord& page) {
   withdraw_next(page);
   const Lock lock = table_.lock();
-  page.superseded = false;
+  table_.change_version(page, lock, [&] { page.superseded = false; });
   table_.note_fetchable(page, lock);
 }
 

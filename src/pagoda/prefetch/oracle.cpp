@@ -53,8 +53,10 @@ pager::PageId Oracle::next_fetch(const pager::Occupancy& occupancy) {
   const std::size_t first = find_absent(occupancy);
   if (first >= predictor_.size()) return pager::kNoPage;
   const PageId page = predictor_.page_ahead(first);
-  if (occupancy.pending_updates() == 0 && occupancy.page(page).bytes <= occupancy.free())
+  // Where none that is used sooner may claim the room.
+  if (occupancy.awaiting_update() == 0 && occupancy.page(page).bytes <= occupancy.free()) {
     return page;
+  }
   Schedule::Pause pause;
   if (const auto next = Schedule(predictor_, occupancy, rate_).next_fetch(&pause)) {
     quiet_ = {};

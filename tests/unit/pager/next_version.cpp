@@ -88,6 +88,37 @@ TEST_F(NextVersion, IsThereWhenTheStepIsOver) {
   EXPECT_EQ(faults_, 0U);
 }
 
+// What is used later must not take its room meanwhile: it would come twice.
+TEST_F(NextVersion, IsAwaitedUntilItIsOffered) {
+  const std::vector<std::byte> bytes(kBytes, kOld);
+  Page& other = pager_.adopt("other", kBytes / 2, 2, Placement::Host, bytes.data(),
+                             device::Direction::HostToHost);
+  PlainBinding binding;
+  pager_.set_binding(other, &binding);
+  const auto awaited = [&] {  // every touch makes the pager ask
+    const Access access{&other, false};
+    pager_.touch({&access, 1}, 0, nullptr).release();
+    return foresight_.awaiting_update();
+  };
+  EXPECT_EQ(awaited(), 0U);
+  ASSERT_TRUE(pager_.supersede(*page_));
+  EXPECT_EQ(awaited(), 1U);
+  pager_.offer_next(*page_, next_);
+  EXPECT_EQ(awaited(), 0U);
+  pager_.withdraw_next(*page_);
+  EXPECT_EQ(awaited(), 1U);
+  pager_.mark_pending({&page_, 1});
+  EXPECT_EQ(awaited(), 1U);
+  pager_.exchange_home(*page_, next_);
+  pager_.updated(*page_, 1);
+  pager_.end_supersede(*page_);
+  EXPECT_EQ(awaited(), 0U);
+  ASSERT_TRUE(pager_.supersede(*page_));
+  pager_.end_supersede(*page_);
+  EXPECT_EQ(awaited(), 0U);
+  pager_.set_binding(other, nullptr);
+}
+
 TEST_F(NextVersion, IsNotSeenBeforeTheStep) {
   offer();
   EXPECT_EQ(seen(), kOld);  // whether the copy has come already or is on its way

@@ -16,7 +16,8 @@ class WantsPages final : public Foresight {
   void stalled(Nanos /*wait*/) override {}
   void forget(PageId /*page*/) override {}
   void fetched(Bytes /*bytes*/, double /*seconds*/) override {}
-  PageId next_fetch(const Occupancy& /*occupancy*/) override {
+  PageId next_fetch(const Occupancy& occupancy) override {
+    awaiting_update_ = occupancy.awaiting_update();
     if (pages_.empty()) return kNoPage;
     const PageId out = pages_.front();
     pages_.pop_front();
@@ -25,9 +26,12 @@ class WantsPages final : public Foresight {
   PageId victim(const Occupancy& /*occupancy*/, PageId /*for_page*/, bool /*dirty*/) override {
     return kNoPage;
   }
+  /// What the pager has said when it asked last, on the thread that made it ask.
+  std::size_t awaiting_update() const { return awaiting_update_; }
 
  private:
-  std::deque<PageId> pages_;  // guarded by the pager's lock
+  std::deque<PageId> pages_;         // guarded by the pager's lock
+  std::size_t awaiting_update_ = 0;  // guarded by the pager's lock
 };
 
 }  // namespace pagoda::pager

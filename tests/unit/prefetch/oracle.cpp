@@ -24,7 +24,7 @@ class OracleTest : public testing::Test, public pager::Occupancy {
   std::span<const PageId> resident() const override { return {}; }
   Bytes free() const override { return 4 * kPage; }
   Bytes evictable() const override { return 0; }
-  std::size_t pending_updates() const override {
+  std::size_t awaiting_update() const override {
     return static_cast<std::size_t>(std::count(where_.begin(), where_.end(), Where::Pending));
   }
   std::uint64_t changes() const override { return changes_; }

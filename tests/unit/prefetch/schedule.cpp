@@ -40,7 +40,7 @@ class HandArena : public pager::Occupancy {
     }
     return sum;
   }
-  std::size_t pending_updates() const override { return 0; }  // a schedule does not ask
+  std::size_t awaiting_update() const override { return 0; }  // a schedule does not ask
   std::uint64_t changes() const override { return 0; }
 
  private:
