@@ -46,11 +46,11 @@ void bench_hit_rate(BenchReport& report, const PagerFlags& flags) {
   config.gradient_staging = 2_MiB;
   config.staging = 1_MiB;
   config.update_chunk = 1_MiB;
-  config.parameters = config.gradients = config.optimizer = Placement::Host;
+  config.parameters = config.gradients = config.optimizer_state = Placement::Host;
   if (!flags.dir.empty()) {
     config.nvme = {flags.dir};
     config.nvme_budget = 256_MiB;
-    config.parameters = config.gradients = config.optimizer = Placement::Nvme;
+    config.parameters = config.gradients = config.optimizer_state = Placement::Nvme;
   }
   const auto stats = torch::bench::train_gpt_like(config, kLayers, kWidth,
                                                   kWarm + std::max<std::size_t>(1, flags.steps));

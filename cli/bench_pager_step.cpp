@@ -114,7 +114,7 @@ Config step_config(bool paged) {
   config.device_budget = paged ? kPages * kPageBytes / 4 : 2 * kPages * kPageBytes;
   config.gradient_staging = 2 * kPageBytes;
   config.parameters = paged ? Placement::Host : Placement::Device;
-  config.gradients = config.optimizer = Placement::Host;
+  config.gradients = config.optimizer_state = Placement::Host;
   return config;
 }
 
@@ -186,7 +186,7 @@ Config disk_config(const std::filesystem::path& directory, MomentType moments, B
   config.device = "cpu";
   config.device_budget = 512_MiB;
   config.parameters = config.gradients = Placement::Host;
-  config.optimizer = Placement::Nvme;
+  config.optimizer_state = Placement::Nvme;
   config.moments = moments;
   config.nvme = {directory};
   config.nvme_budget = states + 64_MiB;
@@ -283,7 +283,7 @@ void bench_bookkeeping(BenchReport& report, std::size_t pages) {
   Config config;
   config.device = "cpu";
   config.device_budget = 64_MiB;
-  config.parameters = config.gradients = config.optimizer = Placement::Host;
+  config.parameters = config.gradients = config.optimizer_state = Placement::Host;
   config.staging = 1_MiB;
   config.update_chunk = 1_MiB;
   const auto bytes_for = [&](std::size_t count) {

@@ -26,7 +26,7 @@ sys.path.insert(0, str(HERE))
 BUILD = Path(os.environ.get("PAGODA_BUILD", HERE.parents[1] / "build"))
 
 _HOST = {"device_budget": "2GiB", "gradient_staging": "1GiB", "parameters": "host",
-         "gradients": "host", "optimizer": "host"}
+         "gradients": "host", "optimizer_state": "host"}
 _COMPACT = {"moments": "bf16", "master": "split"}
 
 # name: way, shape, batch, settings.
@@ -44,7 +44,7 @@ for _batch in (4, 16):
     ROWS[f"e{_batch}"] = ("deepspeed", "3B", _batch, {})
 ROWS["d-a4"] = ("resident", "1B", 4, {})
 ROWS["d-b4"] = ("fsdp", "1B", 4, {})
-_NVME = {**_HOST, "optimizer": "nvme", "disk": True, "host_budget": "8GiB", "nvme_budget": "16GiB",
+_NVME = {**_HOST, "optimizer_state": "nvme", "disk": True, "host_budget": "8GiB", "nvme_budget": "16GiB",
          "device_budget": "3GiB"}
 ROWS["d-nvme"] = ("pagoda", "1B", 4, _NVME)
 ROWS["d-nvme-bf16"] = ("pagoda", "1B", 4, {**_NVME, **_COMPACT})
@@ -55,7 +55,7 @@ _PARITY = {**_HOST, "deterministic": True, "steps": 5}
 ROWS["p4"] = ("pagoda", "3B", 4, _PARITY)
 ROWS["p4-resident"] = ("pagoda", "3B", 4, {**_PARITY, "device_budget": "64GiB",
                                            "parameters": "device", "gradients": "device",
-                                           "optimizer": "device"})
+                                           "optimizer_state": "device"})
 # The embedding and the head are pages of almost 1 GiB, and so are their gradients: pages have 2 GiB,
 # gradients on their way 1, and torch 6 in all, for these and for what a layer computes.
 _SMALL = {"device_limit": "8GiB", "device_budget": "3GiB", "gradient_staging": "1GiB",
@@ -119,7 +119,7 @@ def child(name: str, path: Path, tiny: bool) -> None:
             settings = shrunk(settings, workload.SHRUNK)
         if name in TRACES:
             settings = {**settings, "trace": path.with_suffix(".perfetto.json.gz")}
-        elif settings.get("optimizer") == "nvme":
+        elif settings.get("optimizer_state") == "nvme":
             import limits
 
             settings = {**settings,

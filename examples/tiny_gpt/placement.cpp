@@ -12,7 +12,7 @@ pagoda::Config paged(const Flags& flags) {
   config.host_budget = flags.host_budget;
   config.nvme = {flags.directory.string()};
   config.nvme_budget = flags.disk_budget;
-  config.parameters = config.gradients = config.optimizer = pagoda::Placement::Nvme;
+  config.parameters = config.gradients = config.optimizer_state = pagoda::Placement::Nvme;
   // Small buffers for a small model: what is on its way shall be little beside what lies on disk.
   config.fetch_threads = 2;
   config.staging = 1_MiB;
@@ -26,7 +26,7 @@ pagoda::Config resident(const Flags& flags) {
   config.device = flags.device;
   config.device_budget = 256_MiB;
   config.parameters = pagoda::Placement::Device;
-  config.gradients = config.optimizer = pagoda::Placement::Host;
+  config.gradients = config.optimizer_state = pagoda::Placement::Host;
   config.prefetch = false;
   return config;
 }

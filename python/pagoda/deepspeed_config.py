@@ -340,7 +340,7 @@ class Settings:
         directories = []
         for state, section, old in (("parameters", "offload_param",
                                      ("cpu_offload_param", "cpu_offload_params")),
-                                    ("optimizer", "offload_optimizer", ("cpu_offload",))):
+                                    ("optimizer_state", "offload_optimizer", ("cpu_offload",))):
             place = self.get(f"zero_optimization.{section}.device", "none")
             if any(self.get(f"zero_optimization.{name}") for name in old):
                 place = "cpu"

@@ -79,9 +79,9 @@ def require_engine_keywords(positional: tuple[object, ...], keywords: dict[str, 
     for name, value in keywords.items():
         if name == "optimizer" and _is_algorithm(value):
             shown = repr(value) if isinstance(value, str) else "…"
-            raise UserError(f"optimizer={shown} belongs in attach(model, optimizer='adamw'): the engine's "
-                            f"keyword of that name says where its states are placed ({takes[name]})")
-        if name in takes:
+            raise UserError(f"optimizer={shown} belongs in attach(model, optimizer='adamw'); where its "
+                            f"states are placed is optimizer_state= ({takes['optimizer_state']})")
+        if name in takes or name == "optimizer":  # as optimizer_state was called, which the library tells
             continue
         if name in _OF_ATTACH:
             raise UserError(f"Engine() has no '{name}': it belongs in attach(model, {name}=…)")

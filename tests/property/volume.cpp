@@ -84,7 +84,7 @@ Rehearsal wide(int ranks, unsigned zero) {
   r.config.device = "cpu";
   r.config.zero = zero;
   r.config.prefetch = false;
-  r.config.parameters = r.config.gradients = r.config.optimizer = Placement::Host;
+  r.config.parameters = r.config.gradients = r.config.optimizer_state = Placement::Host;
   r.config.gradient_staging = 2 * kPageBytes;
   r.config.device_budget = 2 * kPageBytes + 3 * kPageBytes;  // three pages at a time
   r.config.update_chunk = 1_MiB;

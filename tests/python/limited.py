@@ -65,7 +65,7 @@ def main() -> None:
     torch.ones(600, 600, requires_grad=True).mm(torch.ones(600, 600)).sum().backward()  # threads
     engine = pagoda.Engine(device="cpu", device_budget="24MiB", gradient_staging="8MiB",
                            host_budget="64MiB", nvme=[directory], parameters="nvme",
-                           gradients="nvme", optimizer="nvme", fetch_threads=1, update_threads=1,
+                           gradients="nvme", optimizer_state="nvme", fetch_threads=1, update_threads=1,
                            staging="1MiB", update_chunk="1MiB")
     # safetensors maps the files in a way that counts as the process's own memory, though nothing of
     # it is: there the watch must do.

@@ -77,7 +77,7 @@ def account(engine: pagoda.Engine) -> int:
 
 def engine_on_disk(directory: Path, **more: Any) -> pagoda.Engine:
     return pagoda.Engine(device="cpu", device_budget="80MiB", host_budget="64MiB", nvme=[directory],
-                         nvme_budget="1GiB", parameters="nvme", gradients="nvme", optimizer="nvme",
+                         nvme_budget="1GiB", parameters="nvme", gradients="nvme", optimizer_state="nvme",
                          update_chunk="1MiB", **more)
 
 

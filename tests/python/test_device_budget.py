@@ -5,6 +5,7 @@ error says the smallest budget that works."""
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import parity
@@ -86,6 +87,13 @@ def test_gradients_larger_than_their_share_leave_one_by_one() -> None:
     resident, none = trained(device_budget="64MiB")
     assert none == 0
     assert all(map(torch.equal, paged, resident))
+
+
+def test_so_does_a_small_host_budget_with_a_disk(tmp_path: Path) -> None:
+    specimen = ZOO["gpt2"]
+    run = parity.train_paged(specimen.make, specimen.loss, parity.config_below_a_third(
+        specimen.make, host_budget="12MiB", nvme=[tmp_path]))
+    parity.assert_equal(parity.train_plainly(specimen.make, specimen.loss), run)
 
 
 def test_a_budget_of_a_third_of_the_parameters_is_enough() -> None:

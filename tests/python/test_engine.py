@@ -70,7 +70,7 @@ def test_an_operator_too_large_for_the_device_says_so_itself() -> None:
 
 
 def test_a_plan_that_cannot_fit_fails_before_the_first_step(tmp_path: Path) -> None:
-    paged = engine(nvme=[tmp_path], nvme_budget="100KiB", optimizer="nvme")
+    paged = engine(nvme=[tmp_path], nvme_budget="100KiB", optimizer_state="nvme")
     with pytest.raises(pagoda.UserError, match="nvme_budget"):
         paged.attach(stack())
 
@@ -523,7 +523,7 @@ import sys, threading, signal, os, time
 sys.path.insert(0, os.environ["PAGODA_PYTHON"])
 import torch, pagoda
 engine = pagoda.Engine(device="cpu", device_budget="72KiB", gradient_staging="24KiB",
-                       parameters="nvme", optimizer="nvme", gradients="nvme", nvme=[sys.argv[1]])
+                       parameters="nvme", optimizer_state="nvme", gradients="nvme", nvme=[sys.argv[1]])
 with engine.build():
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6)))
 engine.attach(model)

@@ -6,6 +6,9 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +79,7 @@ _STAGE, _SIZE = "an integer from 0 to 3", "a byte size such as 8GiB"
     ({"checksums": "yes"}, "checksums = 'yes'", "expected true or false"),
     ({"parameters": "tape"}, "parameters = 'tape'", "auto, device, host or nvme$"),
     ({"parameters": "disk"}, "parameters = 'disk'", "host or nvme; did you mean 'nvme'"),
-    ({"optimizer": "cpu"}, "optimizer = 'cpu'", "did you mean 'host'"),
+    ({"optimizer_state": "cpu"}, "optimizer_state = 'cpu'", "did you mean 'host'"),
     ({"gradients": "gpu"}, "gradients = 'gpu'", "did you mean 'device'"),
     ({"device": "gpu"}, "device = 'gpu'", "did you mean 'cuda'"),
     ({"device": 0}, "device = 0", "auto, cpu, cuda, cuda:N or emulated"),
@@ -90,6 +93,16 @@ _STAGE, _SIZE = "an integer from 0 to 3", "a byte size such as 8GiB"
 def test_a_value_is_shown_as_it_was_given_and_what_the_keyword_takes(keyword: dict[str, Any],
                                                                      shown: str, takes: str) -> None:
     raises(lambda: engine(**keyword), f"^{shown} is not allowed: .*{takes}")
+
+
+def test_the_old_name_of_optimizer_state_is_told_once() -> None:
+    program = "import pagoda\nfor _ in range(2): print(pagoda.Engine(device='cpu', device_budget='1MiB', " \
+              "optimizer='host').config['optimizer_state'])"
+    done = subprocess.run([sys.executable, "-c", program], check=True, text=True, capture_output=True,
+                          env={**os.environ, "PYTHONPATH": str(Path(pagoda.__file__).parents[1])})
+    assert done.stdout.split() == ["host", "host"]
+    assert done.stderr.count("has become 'optimizer_state'") == 1
+    raises(lambda: engine(optimizer="host", optimizer_state="host"), "give one of them")
 
 
 def test_an_engine_takes_keywords_and_whole_floats() -> None:

@@ -35,7 +35,7 @@ class Tied(nn.Module):
 
 def engine(device: str, **more: Any) -> pagoda.Engine:
     return pagoda.Engine(**{"device": device, "device_budget": "4MiB", "gradient_staging": "2MiB",
-                            "parameters": "host", "gradients": "host", "optimizer": "host",
+                            "parameters": "host", "gradients": "host", "optimizer_state": "host",
                             "prefetch": False, "lookup_in_place": "64KiB", **more})
 
 

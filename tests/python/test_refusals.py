@@ -83,7 +83,7 @@ def test_every_key_says_what_is_wrong_with_it(key: str, tmp_path: Path,
 
 def on_disk(directory: Path) -> dict[str, Any]:
     return {"nvme": [directory], "nvme_budget": "16MiB", "parameters": "nvme", "gradients": "nvme",
-            "optimizer": "nvme", "device_budget": "1MiB", "update_chunk": "16KiB",
+            "optimizer_state": "nvme", "device_budget": "1MiB", "update_chunk": "16KiB",
             "staging": "16KiB"}
 
 
@@ -97,7 +97,7 @@ SMALL = {"device_budget": "1MiB", "staging": "16KiB", "update_chunk": "16KiB"}
     ("host_budget", "auto"), ("nvme_budget", "nvme"), ("nvme_budget", "auto")])
 def test_what_is_advised_is_the_smallest_that_works(key: str, where: str, built: bool,
                                                     tmp_path: Path) -> None:
-    config: dict[str, Any] = {**SMALL, "parameters": where, "gradients": where, "optimizer": where}
+    config: dict[str, Any] = {**SMALL, "parameters": where, "gradients": where, "optimizer_state": where}
     if where == "nvme" or (where == "auto" and key == "nvme_budget"):
         config = {**on_disk(tmp_path), **config}
     if where == "auto":

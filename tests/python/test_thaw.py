@@ -51,9 +51,9 @@ def test_gradual_thawing_is_a_plain_loops(dtype: torch.dtype, plainly: bool) -> 
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "host": {},
-    "nvme": {"parameters": "nvme", "gradients": "nvme", "optimizer": "nvme"},
+    "nvme": {"parameters": "nvme", "gradients": "nvme", "optimizer_state": "nvme"},
     "auto": {"device_budget": "1MiB", "parameters": "auto"},
-    "device": {"device_budget": "1MiB", "gradients": "device", "optimizer": "device"},
+    "device": {"device_budget": "1MiB", "gradients": "device", "optimizer_state": "device"},
     "stochastic": {"moments": "bf16", "master": "split"},
     "clip": {"clip": 0.01},
     "clip_ahead": {"clip": 0.5, "clip_ahead": True},

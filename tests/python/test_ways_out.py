@@ -231,7 +231,7 @@ def test_a_size_that_no_machine_has(key: str) -> None:
 
 
 def test_texts_with_a_nul_character(tmp_path: Any) -> None:
-    for config in ({"nvme": [f"{tmp_path}\0x"]}, {"device": "cpu\0"}, {"optimizer": "host\0"}):
+    for config in ({"nvme": [f"{tmp_path}\0x"]}, {"device": "cpu\0"}, {"optimizer_state": "host\0"}):
         with pytest.raises(pagoda.UserError, match="NUL"):
             engine(**config)
     paged, model = engine(), net()

@@ -27,7 +27,7 @@ def test_parity_in_small_pieces(name: str) -> None:
 def test_parity_from_disk(name: str, tmp_path: Path) -> None:
     specimen = ZOO[name]
     assert_parity(specimen.make, specimen.loss, parameters="nvme", gradients="nvme",
-                  optimizer="nvme", nvme=[tmp_path], **IN_SMALL_PIECES)
+                  optimizer_state="nvme", nvme=[tmp_path], **IN_SMALL_PIECES)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -51,7 +51,7 @@ TEST(Budgets, StatesTakeTheBytesThatArithmeticSays) {
         parity.config.zero = zero;
         if (bytes.split) parity.config.master = pagoda::Master::Split;
         const auto place = nvme ? pagoda::Placement::Nvme : pagoda::Placement::Host;
-        parity.config.parameters = parity.config.gradients = parity.config.optimizer = place;
+        parity.config.parameters = parity.config.gradients = parity.config.optimizer_state = place;
         if (nvme) {
           parity.config.nvme = {scratch_directory()};
           parity.config.nvme_budget = 64_MiB;
@@ -119,7 +119,7 @@ TEST(Budgets, TooSmallAHostIsSaidAtAttach) {
 
 TEST(Budgets, TooSmallADiskIsSaidAtAttach) {
   pagoda::Config small = config();
-  small.gradients = small.optimizer = pagoda::Placement::Nvme;
+  small.gradients = small.optimizer_state = pagoda::Placement::Nvme;
   small.nvme = {scratch_directory()};
   small.nvme_budget = 256_KiB;
   EXPECT_THAT(refusal_of(small), AllOf(HasSubstr("optimizer 305.62 KiB"), HasSubstr("(nvme)"),
@@ -142,7 +142,7 @@ TEST(Budgets, WhatIsAdvisedHelps) {
   small.host_budget = 600_KiB;
   expect_help(small, "host_budget");
   small.host_budget = 0;
-  small.gradients = small.optimizer = pagoda::Placement::Nvme;
+  small.gradients = small.optimizer_state = pagoda::Placement::Nvme;
   small.nvme = {scratch_directory()};
   small.nvme_budget = 256_KiB;
   expect_help(small, "nvme_budget");

@@ -56,7 +56,7 @@ TEST_P(CudaEngine, EqualsThePlainLoop) {
     config.nvme = {std::filesystem::temp_directory_path()};
     config.nvme_budget = pagoda::Bytes{256} << 20;
   }
-  for (const char* key : {"parameters", "gradients", "optimizer"}) config.set(key, c.place);
+  for (const char* key : {"parameters", "gradients", "optimizer_state"}) config.set(key, c.place);
   config.set("master", c.master);
   config.check_order = c.check_order;
   config.staging = 64 << 10;

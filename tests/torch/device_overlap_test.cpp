@@ -105,7 +105,7 @@ TEST(DeviceOverlap, UpdatesRunWhileTheNextForwardDoes) {
   const Options options{.kind = Kind::Gpt};
   pagoda::Config config = crowded(options, 6);
   config.device = "emulated";
-  config.optimizer = Placement::Nvme;
+  config.optimizer_state = Placement::Nvme;
   config.nvme = {scratch.path().string()};
   config.nvme_budget = 32U << 20U;
   config.faults = std::make_shared<pagoda::io::FaultPlan>();

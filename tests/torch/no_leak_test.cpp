@@ -31,7 +31,7 @@ pagoda::Config on_disk(const Options& options, const ScratchDirectory& scratch) 
   pagoda::Config config = crowded(options);
   config.nvme = {scratch.path().string()};
   config.nvme_budget = 32U << 20U;
-  config.parameters = config.gradients = config.optimizer = Placement::Nvme;
+  config.parameters = config.gradients = config.optimizer_state = Placement::Nvme;
   return config;
 }
 

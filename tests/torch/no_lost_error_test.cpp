@@ -45,7 +45,7 @@ class NoLostError : public ::testing::TestWithParam<Cause> {
     config.nvme_budget = 32U << 20U;
     config.faults = plan_;
     config.prefetch = false;  // so that the operator at fault is the one that needs the page
-    config.parameters = config.gradients = config.optimizer = Placement::Host;
+    config.parameters = config.gradients = config.optimizer_state = Placement::Host;
     return config;
   }
 
@@ -174,7 +174,7 @@ TEST_P(NoLostError, OfOptimizerState) {
   for (const Op op : {Op::Read, Op::Write}) {
     SCOPED_TRACE(op == Op::Read ? "read" : "write");
     pagoda::Config config = this->config();
-    config.optimizer = Placement::Nvme;
+    config.optimizer_state = Placement::Nvme;
     config.early_updates = false;
     Trainee trainee(options_, training_, config);
     trainee.train(0);
@@ -197,7 +197,7 @@ TEST_P(NoLostError, OfOptimizerState) {
 
 TEST_P(NoLostError, OfAnUpdateThatAnOperatorWaitsFor) {
   pagoda::Config config = this->config();
-  config.optimizer = Placement::Nvme;
+  config.optimizer_state = Placement::Nvme;
   config.early_updates = false;
   Trainee trainee(options_, training_, config);
   trainee.train(0);
@@ -212,7 +212,7 @@ TEST_P(NoLostError, OfAnUpdateThatAnOperatorWaitsFor) {
 
 TEST_P(NoLostError, OfAnUpdateThatBeganDuringBackward) {
   pagoda::Config config = this->config();
-  config.optimizer = Placement::Nvme;
+  config.optimizer_state = Placement::Nvme;
   Trainee trainee(options_, training_, config);
   trainee.train(0);
   trainee.train(1);
@@ -255,7 +255,7 @@ TEST_P(NoLostErrorAtRandom, IsARunExactOrFails) {
     config.zero = seed % 4;
     config.nvme = {scratch.path().string()};
     config.nvme_budget = 32U << 20U;
-    config.parameters = config.gradients = config.optimizer = Placement::Nvme;
+    config.parameters = config.gradients = config.optimizer_state = Placement::Nvme;
     const auto endings = run_ranks(ranks, [&](const auto& world) {
       pagoda::Config mine = config;
       mine.faults = std::make_shared<FaultPlan>();

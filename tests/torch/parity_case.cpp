@@ -32,13 +32,13 @@ std::size_t differing_elements(const Bits& a, const Bits& b) {
 
 void set_placement(pagoda::Config& config, std::string_view word) {
   const auto all = [&](Placement placement) {
-    config.parameters = config.gradients = config.optimizer = placement;
+    config.parameters = config.gradients = config.optimizer_state = placement;
   };
   if (word == "host" || word == "spill") all(Placement::Host);
   if (word == "nvme") all(Placement::Nvme);
   if (word == "optimizer_nvme") {
     all(Placement::Host);
-    config.optimizer = Placement::Nvme;
+    config.optimizer_state = Placement::Nvme;
   }
   if (word == "parameters_nvme") {
     all(Placement::Host);

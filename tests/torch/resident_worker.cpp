@@ -67,7 +67,7 @@ int main(int argc, char** argv) {
     config.gradient_staging = 16_MiB;  // one layer's: all of it is used
     config.staging = config.update_chunk = 1_MiB;
     config.update_buffers = 4;  // they have room for more than this optimizer's states
-    for (const char* key : {"parameters", "gradients", "optimizer"}) config.set(key, argv[1]);
+    for (const char* key : {"parameters", "gradients", "optimizer_state"}) config.set(key, argv[1]);
     if (std::string(argv[1]) == "nvme") {
       config.nvme = {argv[2]};
       config.nvme_budget = 6_GiB;

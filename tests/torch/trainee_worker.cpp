@@ -28,7 +28,7 @@ void train(int argc, char** argv) {
   if (argc > 4) {
     config.nvme = {argv[4]};
     config.nvme_budget = 64U << 20U;
-    config.parameters = config.gradients = config.optimizer = pagoda::Placement::Nvme;
+    config.parameters = config.gradients = config.optimizer_state = pagoda::Placement::Nvme;
   }
   const auto world = zoo::world_of_environment();
   zoo::Trainee trainee(options, {.ranks = world->size()}, config, world);

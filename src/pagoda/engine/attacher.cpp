@@ -67,7 +67,7 @@ std::vector<Page*> Attacher::attach(const std::function<ModelSpec()>& describe,
     });
     std::vector<Page*> overwritten;
     if (!alone()) {
-      const Bytes piece = least_of_all(parts_.config.staging, *parts_.ranks.control());
+      const Bytes piece = least_of_all(parts_.gather.most_piece(), *parts_.ranks.control());
       parts_.gather.set_piece(piece);
       parts_.shards->set_piece(piece);
       parts_.shards->share(model.pages);

@@ -20,7 +20,7 @@
 #include "pagoda/device/emulated/emulated_device.h"
 #include "pagoda/device/host/host_device.h"
 #include "pagoda/device/ordering_checker.h"
-#include "pagoda/engine/host_need.h"
+#include "pagoda/engine/host_buffers.h"
 #include "pagoda/io/swap_file.h"
 
 namespace pagoda::engine {

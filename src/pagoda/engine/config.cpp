@@ -15,7 +15,7 @@ namespace {
 void check_nvme(const Config& config) {
   const std::pair<const char*, Placement> states[] = {{"parameters", config.parameters},
                                                       {"gradients", config.gradients},
-                                                      {"optimizer", config.optimizer}};
+                                                      {"optimizer_state", config.optimizer_state}};
   for (const auto& [name, placement] : states) {
     if (placement == Placement::Nvme && config.nvme.empty()) {
       throw UserError(fmt::format(
@@ -101,14 +101,14 @@ const std::vector<ConfigKey>& Config::keys() {
     const Config initial;
     std::vector<ConfigKey> keys;
     for (const ConfigField& field : config_fields()) {
-      keys.push_back({field.name, field.type, field.print(initial), field.help});
+      keys.push_back({field.name, field.type, field.print(initial), field.help, field.expert});
     }
     return keys;
   }();
   return all;
 }
 
-std::string config_table() {
+std::string config_table(bool expert) {
   const auto cell = [](std::string_view text) {
     std::string escaped;
     for (const char c : text) escaped += c == '|' ? std::string("\\|") : std::string(1, c);
@@ -116,6 +116,7 @@ std::string config_table() {
   };
   std::string table = "| key | takes | default | meaning |\n| --- | --- | --- | --- |\n";
   for (const ConfigKey& key : Config::keys()) {
+    if (key.expert != expert) continue;
     table += fmt::format("| `{}` | {} | {} | {} |\n", key.name, cell(key.type),
                          key.initial.empty() ? "" : "`" + key.initial + "`", cell(key.help));
   }

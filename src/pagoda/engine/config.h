@@ -32,6 +32,7 @@ struct ConfigKey {
   std::string type;     ///< what may be given: "bytes", "auto | host | …", "whole number from 1"
   std::string initial;  ///< its default, as set() takes it
   std::string help;     ///< one line
+  bool expert = false;  ///< its default is right; docs/config.md lists it apart
 };
 
 /// Everything that can be set about an engine.
@@ -52,7 +53,7 @@ struct Config {
   std::vector<std::string> nvme;
   Placement parameters = Placement::Auto;
   Placement gradients = Placement::Auto;
-  Placement optimizer = Placement::Auto;
+  Placement optimizer_state = Placement::Auto;
   unsigned zero = 3;
   Initial initial = Initial::Broadcast;
 
@@ -78,9 +79,9 @@ struct Config {
   bool prefetch = true;
   unsigned fetch_threads = 4;
   unsigned update_threads = 0;
-  Bytes update_chunk = 4_MiB;
+  Bytes update_chunk = 0;
   unsigned update_buffers = 8;
-  Bytes staging = 4_MiB;
+  Bytes staging = 0;
   Bytes lookup_in_place = 64_MiB;
   Bytes bucket = 32_MiB;
 
@@ -135,7 +136,7 @@ struct Config {
   friend bool operator==(const Config&, const Config&) = default;
 };
 
-/// The keys as a Markdown table: what docs/config.md holds.
-std::string config_table();
+/// The keys as a Markdown table: what docs/config.md holds, those for experts apart.
+std::string config_table(bool expert);
 
 }  // namespace pagoda

@@ -4,9 +4,11 @@
 #include <charconv>
 #include <cmath>
 #include <limits>
+#include <mutex>
 #include <utility>
 
 #include "pagoda/base/error.h"
+#include "pagoda/base/log.h"
 #include "pagoda/engine/nearest_word.h"
 #include "pagoda/engine/step_trace.h"
 #include "pagoda/optim/loss_scale.h"
@@ -239,6 +241,22 @@ ConfigField loss_scale(const char* name, LossScale Config::*member, std::string 
           }};
 }
 
+ConfigField expert(ConfigField field) {
+  field.expert = true;
+  return field;
+}
+
+/// A size that is derived where it is not given.
+ConfigField derived_bytes(const char* name, Bytes Config::*member, std::string help, Bytes least,
+                          Bytes most) {
+  ConfigField out = bytes(name, member, std::move(help), least, most);
+  out.type += ", or 0";
+  out.parse = [=](Config& config, std::string_view text) {
+    config.*member = text == "0" ? 0 : parse_bytes_between(text, least, most);
+  };
+  return out;
+}
+
 std::vector<ConfigField> make_fields() {
   constexpr unsigned kMost = std::numeric_limits<unsigned>::max();
   constexpr unsigned kThreads = 1024;
@@ -255,10 +273,11 @@ std::vector<ConfigField> make_fields() {
                  "Where operators run; auto is cuda where there is one, else cpu"),
       bytes(PAGODA_FIELD(device_budget),
             "Device memory for pages and gradient staging; 0: half of what is free"),
-      bytes(PAGODA_FIELD(gradient_staging),
-            "Part of device_budget for gradients in flight; 0: an eighth. One that is larger "
-            "leaves the "
-            "device before backward goes on"),
+      expert(
+          bytes(PAGODA_FIELD(gradient_staging),
+                "Part of device_budget for gradients in flight; 0: an eighth. One that is larger "
+                "leaves the "
+                "device before backward goes on")),
       optional_bytes(PAGODA_FIELD(device_limit),
                      "Device memory for everything, activations and workspaces included"),
       bytes(PAGODA_FIELD(host_budget), "Host memory for everything placed there; 0: no limit"),
@@ -273,7 +292,7 @@ std::vector<ConfigField> make_fields() {
       choice(PAGODA_FIELD(gradients), places,
              "Where gradients are placed until the update; host spills to nvme, where that is set, "
              "when host_budget is full"),
-      choice(PAGODA_FIELD(optimizer), places,
+      choice(PAGODA_FIELD(optimizer_state), places,
              "Where master weights and moments are placed; host spills to nvme, where that is set, "
              "when host_budget is full"),
       whole(PAGODA_FIELD(zero), 0U, 3U,
@@ -317,36 +336,41 @@ std::vector<ConfigField> make_fields() {
       truth(PAGODA_FIELD(early_updates),
             "Let updates begin during the last engine.backward() of a step, where nothing global "
             "(loss_scale, clip without clip_ahead) is needed"),
-      truth(PAGODA_FIELD(checksums), "Verify checksums of what is read from files"),
-      choice(PAGODA_FIELD(io_engine),
-             Words<io::EngineChoice>{{io::EngineChoice::Auto, "auto"},
-                                     {io::EngineChoice::Uring, "uring"},
-                                     {io::EngineChoice::Posix, "posix"}},
-             "How files are read and written; auto is uring where the kernel allows it"),
-      choice(PAGODA_FIELD(direct),
-             Words<io::Direct>{
-                 {io::Direct::Auto, "auto"}, {io::Direct::On, "on"}, {io::Direct::Off, "off"}},
-             "Use O_DIRECT; auto is on where the file system allows it"),
-      truth(PAGODA_FIELD(prefetch), "Fetch pages before operators need them"),
-      whole(PAGODA_FIELD(fetch_threads), 1U, kThreads, "Threads that fetch pages"),
-      whole(PAGODA_FIELD(update_threads), 0U, kThreads,
-            "Threads that run the optimizer; 0: what the machine has left"),
-      bytes(
+      expert(truth(PAGODA_FIELD(checksums), "Verify checksums of what is read from files")),
+      expert(choice(PAGODA_FIELD(io_engine),
+                    Words<io::EngineChoice>{{io::EngineChoice::Auto, "auto"},
+                                            {io::EngineChoice::Uring, "uring"},
+                                            {io::EngineChoice::Posix, "posix"}},
+                    "How files are read and written; auto is uring where the kernel allows it")),
+      expert(
+          choice(PAGODA_FIELD(direct),
+                 Words<io::Direct>{
+                     {io::Direct::Auto, "auto"}, {io::Direct::On, "on"}, {io::Direct::Off, "off"}},
+                 "Use O_DIRECT; auto is on where the file system allows it")),
+      expert(truth(PAGODA_FIELD(prefetch), "Fetch pages before operators need them")),
+      expert(whole(PAGODA_FIELD(fetch_threads), 1U, kThreads, "Threads that fetch pages")),
+      expert(whole(PAGODA_FIELD(update_threads), 0U, kThreads,
+                   "Threads that run the optimizer; 0: what the machine has left")),
+      expert(derived_bytes(
           PAGODA_FIELD(update_chunk),
           "fp32 masters of one buffer, which has room for all that belongs to them: state is read, "
-          "updated and written so much at a time",
-          kLeastPiece, kMostPiece),
-      whole(
+          "updated and written so much at a time; 0: 4 MiB, less where host_budget is small",
+          kLeastPiece, kMostPiece)),
+      expert(whole(
           PAGODA_FIELD(update_buffers), 2U, kThreads,
           "Chunks of optimizer state in memory at a time; fewer where they would take more than an "
-          "eighth of host_budget, at least 4"),
-      bytes(PAGODA_FIELD(staging),
-            "Host memory of each fetch thread, between files, ranks and device", kLeastStaging,
-            kMostPiece),
-      bytes(PAGODA_FIELD(lookup_in_place),
-            "An embedding at least so large is read row by row where it lies in host memory, its "
-            "rows updated before the rest; 0: always fetched whole"),
-      bytes(PAGODA_FIELD(bucket), "Gradients that ranks reduce at a time", kLeastPiece, kMostPiece),
+          "eighth of host_budget, at least 4")),
+      expert(derived_bytes(
+          PAGODA_FIELD(staging),
+          "Host memory of each fetch thread, between files, ranks and device; 0: 4 MiB, less where "
+          "host_budget is small",
+          kLeastStaging, kMostPiece)),
+      expert(bytes(
+          PAGODA_FIELD(lookup_in_place),
+          "An embedding at least so large is read row by row where it lies in host memory, its "
+          "rows updated before the rest; 0: always fetched whole")),
+      expert(bytes(PAGODA_FIELD(bucket), "Gradients that ranks reduce at a time", kLeastPiece,
+                   kMostPiece)),
       real(PAGODA_FIELD(timeout), false,
            "Seconds after which a silent rank is taken for lost, and one that does nothing while "
            "others wait for it is an error; the same on all ranks",
@@ -355,11 +379,12 @@ std::vector<ConfigField> make_fields() {
            "Seconds in which all ranks must have started, whatever timeout is; after timeout of "
            "them a warning names a rank that has not",
            kMostSeconds),
-      real(PAGODA_FIELD(heartbeat), true,
-           "Seconds between heartbeats of a rank, the same on all; "
-           "0: a twelfth of timeout, at most 5",
-           kMostSeconds),
-      truth(PAGODA_FIELD(check_order), "Check that every access of device memory is ordered; slow"),
+      expert(real(PAGODA_FIELD(heartbeat), true,
+                  "Seconds between heartbeats of a rank, the same on all; "
+                  "0: a twelfth of timeout, at most 5",
+                  kMostSeconds)),
+      expert(truth(PAGODA_FIELD(check_order),
+                   "Check that every access of device memory is ordered; slow")),
       text_field(PAGODA_FIELD(trace), "a path", nullptr,
                  "File for a timeline of events, for ui.perfetto.dev; empty: none"),
       text_field(
@@ -370,6 +395,9 @@ std::vector<ConfigField> make_fields() {
 }
 
 #undef PAGODA_FIELD
+
+constexpr std::string_view kOptimizerState = "optimizer_state";
+constexpr std::string_view kOldOptimizerState = "optimizer";
 
 /// A word of the field that others call `text`; empty: none is.
 std::string_view meant_by(const ConfigField& field, std::string_view text) {
@@ -397,6 +425,15 @@ const std::vector<ConfigField>& config_fields() {
 }
 
 const ConfigField& config_field(std::string_view name) {
+  if (name == kOldOptimizerState) {
+    static std::once_flag told;
+    std::call_once(told, [] {
+      log::warn("config",
+                "the key 'optimizer' has become 'optimizer_state', which says what it "
+                "places: 'optimizer' is the algorithm, an argument of attach()");
+    });
+    name = kOptimizerState;
+  }
   std::vector<std::string> names;
   for (const ConfigField& field : config_fields()) {
     if (field.name == name) return field;

@@ -25,12 +25,14 @@ struct ConfigField {
   std::function<void(Config&, std::string_view)> parse;
   /// The value as parse() takes it.
   std::function<std::string(const Config&)> print;
+  bool expert = false;  ///< nobody has to know it
 };
 
 /// THE table, in the order of Config's fields. May be called from any thread.
 const std::vector<ConfigField>& config_fields();
 
-/// The field of that name, or a UserError that names the nearest one.
+/// The field of that name, or a UserError that names the nearest one. The old name of a field is
+/// told once.
 const ConfigField& config_field(std::string_view name);
 
 /// parse(), with errors that name the key, the value and what is allowed. A value that is no number

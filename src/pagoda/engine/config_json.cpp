@@ -115,7 +115,13 @@ std::string write(const Config& config, const ConfigField& field) {
 Config Config::from_json(std::string_view text) {
   Config config;
   const json root = parse_object(text);
-  for (const auto& [key, value] : root.items()) read(config, config_field(key), value);
+  std::set<const ConfigField*> given;
+  for (const auto& [key, value] : root.items()) {
+    const ConfigField& field = config_field(key);
+    PAGODA_REQUIRE(given.insert(&field).second,
+                   "the key '{}' is there by its old name, too: give one of them", field.name);
+    read(config, field, value);
+  }
   return config;
 }
 

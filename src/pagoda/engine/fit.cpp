@@ -33,9 +33,9 @@ Bytes StateNeed::device_bytes() const noexcept {
                          [](Bytes sum, Bytes page) { return sum + Tiers::device_bytes(page); });
 }
 
-Fit::Fit(const Tiers& tiers, const UpdateBuffers& updates)
+Fit::Fit(const Tiers& tiers, const HostBuffers& own)
     : tiers_(tiers),
-      updates_(updates),
+      own_(own),
       device_(tiers.arena().stats().capacity),
       host_{tiers.budget(Tier::Host).limit(), tiers.budget(Tier::Host).available()},
       nvme_{tiers.budget(Tier::Nvme).limit(), tiers.budget(Tier::Nvme).available()} {}
@@ -124,7 +124,8 @@ Fit::Missing Fit::fill(Bytes host_budget, Bytes nvme_budget) const {
     take(nvme, Tiers::nvme_bytes(bytes), missing.nvme);
     take(host, tiers_.checksum_bytes(bytes), missing.host);
   };
-  take(host, updates_.bytes(host_budget) - updates_.bytes(host_.limit), missing.host);
+  const Bytes own = own_.bytes(host_budget);
+  take(host, own - std::min(own, own_.bytes(host_.limit)), missing.host);
   take(host, buffers_, missing.host);
   for (const Bytes page : parameters.pages) put(parameters.placement, page);
   for (std::size_t i = 0; i < gradients.pages.size(); ++i) {  // as attach() takes them
@@ -144,7 +145,7 @@ std::optional<Bytes> Fit::least_host_budget(Bytes nvme_budget) const {
   if (missing.none()) return enough;
   for (int i = 0; i < kAttempts && !missing.none(); ++i) {
     too_small = enough;
-    enough = as_printed(updates_.least_budget(enough, missing.host + missing.nvme));
+    enough = as_printed(own_.least_budget(enough, missing.host + missing.nvme));
     missing = fill(enough, nvme_budget);
   }
   if (!missing.none()) return std::nullopt;

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "pagoda/base/bytes.h"
-#include "pagoda/engine/host_need.h"
+#include "pagoda/engine/host_buffers.h"
 #include "pagoda/pager/tiers.h"
 
 namespace pagoda::engine {
@@ -27,8 +27,8 @@ struct StateNeed {
 /// do, page by page: what does not fit is refused before anything moves. A plain value.
 class Fit {
  public:
-  /// The room that is left now, beside update buffers that a larger host_budget has more of.
-  Fit(const pager::Tiers& tiers, const UpdateBuffers& updates);
+  /// The room that is left now, beside `own` buffers, of which a larger host_budget has more.
+  Fit(const pager::Tiers& tiers, const HostBuffers& own);
 
   /// What a page has now counts as free: `parameters` has it once more.
   void hold(const pager::Home& home);
@@ -79,7 +79,7 @@ class Fit {
   std::vector<const StateNeed*> states() const;
 
   const pager::Tiers& tiers_;
-  UpdateBuffers updates_;
+  HostBuffers own_;
   Bytes device_;  // for pages
   Room host_;
   Room nvme_;

@@ -24,6 +24,7 @@ class GradientGather {
   /// Bytes that ranks gather at a time, the same on all of them: `staging`, or less where one has
   /// less.
   void set_piece(Bytes bytes) noexcept { piece_ = bytes; }
+  Bytes most_piece() const noexcept { return gradients_.scratch().size(); }
   /// Memory of that size for whoever else is in a collective call.
   std::span<std::byte> scratch() const noexcept { return gradients_.scratch().first(piece_); }
 

@@ -192,6 +192,7 @@ class Runtime {
 
   const io::OwnerProcess owner_;
   Config config_;
+  Bytes staging_ = 0;  // of each staging buffer
   Rules rules_;
   Ranks ranks_;
   Failure& failure_ = ranks_.failure();

@@ -6,7 +6,7 @@
 
 #include "pagoda/engine/agreement.h"
 #include "pagoda/engine/backend.h"
-#include "pagoda/engine/host_need.h"
+#include "pagoda/engine/host_buffers.h"
 #include "pagoda/engine/runtime.h"
 
 namespace pagoda::engine {
@@ -36,9 +36,12 @@ void Runtime::build() {
     left_free =
         tiers_->budget(Tier::Host).reserve(config_.activation_reserve, "activation_reserve");
   }
+  const HostBuffers buffers(config_, device_->kind(), ranks());
+  const Bytes host_budget = tiers_->budget(Tier::Host).limit();
+  staging_ = buffers.staging(host_budget);
   pager::Pager::Options pages;
   pages.fetch_threads = config_.fetch_threads;
-  pages.staging = config_.staging;
+  pages.staging = staging_;
   pages.least_lookup = device_->reads_pinned_memory() ? config_.lookup_in_place : 0;
   pages.rank = rank();
   pages.sharding = {ranks()};
@@ -57,9 +60,8 @@ void Runtime::build() {
                                                      : optim::StateLayout::Master::Whole;
   updates.moments =
       config_.moments == MomentType::Bf16 ? kernels::Dtype::BF16 : kernels::Dtype::F32;
-  updates.chunk = align_up(config_.update_chunk / sizeof(float), pager::Sharding::kBlock);
-  updates.buffers =
-      UpdateBuffers(config_, device_->kind(), ranks()).count(tiers_->budget(Tier::Host).limit());
+  updates.chunk = buffers.update_elements(host_budget);
+  updates.buffers = buffers.update_buffers(host_budget);
   updates.seed = config_.seed;
   updates.on_failure = on_failure;
   updater_ = std::make_unique<optim::Updater>(*pager_, *pool_, updates);
@@ -70,7 +72,7 @@ void Runtime::build() {
   optim::Gradients::Options sums;
   sums.scale = config_.reduction == Reduction::Sum ? 1.0F : 1.0F / static_cast<float>(ranks());
   sums.squares = config_.takes_norm();
-  sums.staging = config_.staging;
+  sums.staging = staging_;
   gradients_ = std::make_unique<optim::Gradients>(*tiers_, *pool_, sums);
   gather_ = std::make_unique<GradientGather>(*gradients_, *pager_);
 
@@ -131,7 +133,7 @@ void Runtime::connect() {
   ShardExchange::Options shards;
   shards.rank = rank();
   shards.whole_pages = config_.zero == 1 || config_.zero == 2;
-  shards.staging = config_.staging;
+  shards.staging = staging_;
   shards.on_failure = [this](std::exception_ptr error) { fail(std::move(error)); };
   shards.on_end = [this](const std::string& reason) { pulls_ended(reason); };
   shards_ = std::make_unique<ShardExchange>(ranks_.world().make_group("pulls"), *pager_, *updater_,

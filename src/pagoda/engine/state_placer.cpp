@@ -38,7 +38,7 @@ Fit StatePlacer::plan(const Pages& pages, std::span<const std::unique_ptr<Traine
   fit.need_buffers(buffers);
   fit.parameters.placement = pager_placement(config_.parameters);
   fit.gradients.placement = pager_placement(config_.gradients);
-  fit.optimizer.placement = pager_placement(config_.optimizer);
+  fit.optimizer.placement = pager_placement(config_.optimizer_state);
   for (const Page* page : pages) {
     const Range range = config_.zero == 3 ? pager_.shard_of(*page) : Range{0, page->elements};
     fit.parameters.pages.push_back(range.size() * page->element_size);
@@ -70,7 +70,7 @@ Fit StatePlacer::plan_thawed(const Pages& pages, std::span<TrainedPage* const> t
   fit.whose = "gradients and optimizer";
   fit.need_buffers(buffers);
   fit.gradients.placement = pager_placement(config_.gradients);
-  fit.optimizer.placement = pager_placement(config_.optimizer);
+  fit.optimizer.placement = pager_placement(config_.optimizer_state);
   for (const TrainedPage* page : thawed) plan_states(*page, fit);
   fit.waiting.pages = gradients_in_wait(pages);
   return fit;
@@ -115,7 +115,7 @@ void StatePlacer::take_homes(TrainedPage& page) {
   page.gradient = tiers_.allocate(page.gradient_bytes(), pager_placement(config_.gradients),
                                   pager::tag::kGradients, page.page->name());
   page.state =
-      tiers_.allocate(layout.bytes(page.updated.size()), pager_placement(config_.optimizer),
+      tiers_.allocate(layout.bytes(page.updated.size()), pager_placement(config_.optimizer_state),
                       pager::tag::kOptimizer, page.page->name());
 }
 
@@ -145,7 +145,7 @@ void StatePlacer::log_overflow(const Pages& pages, std::span<TrainedPage* const>
   }
   for (const TrainedPage* page : trained) {
     gradients += on_nvme(config_.gradients, page->gradient);
-    states += on_nvme(config_.optimizer, page->state);
+    states += on_nvme(config_.optimizer_state, page->state);
   }
   if (parameters + gradients + states == 0) return;
   log::info("engine", "host_budget is full: spilled to nvme",

@@ -9,7 +9,7 @@
 #include "pagoda/engine/config.h"
 #include "pagoda/engine/early_updates.h"
 #include "pagoda/engine/fit.h"
-#include "pagoda/engine/host_need.h"
+#include "pagoda/engine/host_buffers.h"
 #include "pagoda/engine/rules.h"
 #include "pagoda/optim/updater.h"
 #include "pagoda/pager/pager.h"
@@ -68,7 +68,7 @@ class StatePlacer {
   pager::Pager& pager_;
   optim::Updater& updater_;
   const Rules& rules_;
-  const UpdateBuffers buffers_;
+  const HostBuffers buffers_;
   const bool alone_;
 };
 

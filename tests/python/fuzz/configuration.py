@@ -16,8 +16,8 @@ PLACES = ("auto", "host", "nvme")
 
 def draw_room(random: Random) -> dict[str, Any]:
     return {"pages": random.choice([0, 0, 0, 0.02, 0.1, 0.3, 1.1, 1.1]),
-            "device": random.choice([[], [], ["parameters"], ["gradients", "optimizer"],
-                                     ["parameters", "gradients", "optimizer"]]),
+            "device": random.choice([[], [], ["parameters"], ["gradients", "optimizer_state"],
+                                     ["parameters", "gradients", "optimizer_state"]]),
             # Of the largest gradient; none: device_budget alone.
             "staging": random.choice([None, None, 0.2, 1, 1, 2, 4]),
             "host": random.choice([None, None, None, "roomy", "scarce"])}
@@ -56,7 +56,7 @@ def draw_config(random: Random, model: dict[str, Any], optimizer: dict[str, Any]
     config: dict[str, Any] = {
         "device": random.choice(["cpu", "cpu", "cpu", "cpu", "emulated"]),
         "parameters": random.choice(PLACES), "gradients": random.choice(PLACES),
-        "optimizer": random.choice(PLACES),
+        "optimizer_state": random.choice(PLACES),
         "fetch_threads": random.choice([1, 2, 3, 4]), "update_threads": random.choice([1, 1, 2]),
         "update_chunk": random.choice([4 * KIB, 16 * KIB, 64 * KIB]),
         "update_buffers": random.choice([2, 3, 4, 8]),
@@ -143,7 +143,7 @@ def resolve(config: dict[str, Any], room: dict[str, Any], model: Model, folder: 
     if not alone and "host_budget" in out:  # there it is not tried again with more
         out["host_budget"] += 2 * states + 4 * fixed + 16 * KIB * KIB
     uses_nvme = room["host"] == "scarce" or "nvme" in (
-        config["parameters"], config["gradients"], config["optimizer"]) or room.get("nvme")
+        config["parameters"], config["gradients"], config["optimizer_state"]) or room.get("nvme")
     if uses_nvme:
         out |= {"nvme": [str(folder)], "nvme_budget": 64 * KIB * KIB}
     return out

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from chunks import Failure, Runner
 from program import Program
 
-SIMPLE_CONFIG = {"device": "cpu", "parameters": "host", "gradients": "host", "optimizer": "host",
+SIMPLE_CONFIG = {"device": "cpu", "parameters": "host", "gradients": "host", "optimizer_state": "host",
                  "fetch_threads": 1, "update_threads": 1, "update_chunk": 64 << 10,
                  "update_buffers": 2, "staging": 64 << 10, "bucket": 1 << 20, "lookup_in_place": 0}
 SIMPLE_GROUP = {"optimizer": "sgd", "lr": 0.01, "weight_decay": 0.0, "momentum": 0.0,

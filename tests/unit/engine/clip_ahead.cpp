@@ -153,7 +153,7 @@ TEST_P(ClipAhead, RanksUndoAsMuchAsTheOneThatHasRoomForLeast) {
 
 TEST_P(ClipAhead, LeavesToTheStepWhatCannotBeUndone) {
   const io::ScratchDirectory directory;
-  r.config.optimizer = Placement::Nvme;
+  r.config.optimizer_state = Placement::Nvme;
   r.config.nvme = {directory.path().string()};
   r.config.nvme_budget = 16_MiB;
   EXPECT_EQ(train(), on_each_rank({0, 0}));

@@ -42,7 +42,7 @@ TEST(Config, SetReadsTextOfEveryKind) {
   config.set("device_budget", "8GiB");
   config.set("device_limit", "10GiB");
   config.set("nvme", "/a,/b c");
-  config.set("optimizer", "nvme");
+  config.set("optimizer_state", "nvme");
   config.set("zero", "2");
   config.set("clip", "0.5");
   config.set("loss_scale", "dynamic");
@@ -56,7 +56,7 @@ TEST(Config, SetReadsTextOfEveryKind) {
   EXPECT_EQ(config.device_budget, 8_GiB);
   EXPECT_EQ(config.device_limit, 10_GiB);
   EXPECT_EQ(config.nvme, (std::vector<std::string>{"/a", "/b c"}));
-  EXPECT_EQ(config.optimizer, Placement::Nvme);
+  EXPECT_EQ(config.optimizer_state, Placement::Nvme);
   EXPECT_EQ(config.zero, 2U);
   EXPECT_EQ(config.clip, 0.5);
   EXPECT_EQ(config.loss_scale.kind, LossScale::Kind::Dynamic);
@@ -136,6 +136,9 @@ TEST(Config, ErrorsNameTheKeyTheValueAndWhatIsAllowed) {
   EXPECT_THAT(set_error("nvme", "/a,,/b"),
               HasSubstr("one of them is empty; expected a list of directories"));
   EXPECT_THAT(set_error("device_limit", "0"), HasSubstr("a byte size > 0 such as 8GiB, or none"));
+  EXPECT_NO_THROW(Config().set("staging", "0"));
+  EXPECT_THAT(set_error("staging", "1"),
+              HasSubstr("expected a byte size from 16 KiB to 1 TiB, or 0"));
   EXPECT_THAT(set_error("bucket", "0"), HasSubstr("expected a byte size from 4 KiB to 1 TiB"));
   EXPECT_THAT(set_error("update_chunk", "2TiB"), HasSubstr("update_chunk = '2TiB'"));
   EXPECT_THAT(set_error("staging", "4KiB"), HasSubstr("a byte size from 16 KiB to 1 TiB"));
@@ -167,7 +170,7 @@ TEST_P(ConfigCombinations, AreChecked) {
 INSTANTIATE_TEST_SUITE_P(
     All, ConfigCombinations,
     testing::Values(
-        Combination{{{"optimizer", "nvme"}}, "optimizer = 'nvme' needs directories"},
+        Combination{{{"optimizer_state", "nvme"}}, "optimizer_state = 'nvme' needs directories"},
         Combination{{{"parameters", "nvme"}}, "parameters = 'nvme' needs directories"},
         Combination{{{"gradients", "nvme"}, {"nvme", "/a"}}, nullptr},
         Combination{{{"nvme_budget", "1GiB"}}, "nvme_budget = 1 GiB needs directories"},

@@ -14,16 +14,19 @@ namespace {
 
 TEST(ConfigDocs, TheTableIsUpToDate) {
   const std::string path = PAGODA_SOURCE_DIR "/docs/config.md";
-  const std::string begin = "<!-- keys: begin -->\n";
-  const std::string end = "<!-- keys: end -->\n";
   std::ostringstream read;
   read << std::ifstream(path).rdbuf();
   const std::string text = read.str();
-  const std::size_t from = text.find(begin);
-  const std::size_t to = text.find(end);
-  ASSERT_NE(from, std::string::npos) << path;
-  ASSERT_NE(to, std::string::npos) << path;
-  const std::string right = text.substr(0, from + begin.size()) + config_table() + text.substr(to);
+  std::string right = text;
+  for (const bool expert : {false, true}) {
+    const std::string keys = expert ? "expert keys" : "keys";
+    const std::string begin = "<!-- " + keys + ": begin -->\n";
+    const std::size_t from = right.find(begin);
+    const std::size_t to = right.find("<!-- " + keys + ": end -->\n");
+    ASSERT_NE(from, std::string::npos) << path;
+    ASSERT_NE(to, std::string::npos) << path;
+    right = right.substr(0, from + begin.size()) + config_table(expert) + right.substr(to);
+  }
   if (std::getenv("PAGODA_UPDATE_DOCS") != nullptr) {
     std::ofstream(path) << right;
     GTEST_SKIP() << "docs/config.md was written";

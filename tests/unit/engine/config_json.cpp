@@ -55,7 +55,7 @@ TEST(ConfigJson, EveryValueSurvivesTheWayThereAndBack) {
   config.nvme = {"/a \"quoted\"", "/b,c", "/ünïcode\\"};
   config.parameters = Placement::Nvme;
   config.gradients = Placement::Host;
-  config.optimizer = Placement::Device;
+  config.optimizer_state = Placement::Device;
   config.zero = 0;
   config.initial = Initial::Check;
   config.accumulation = 17;

@@ -70,7 +70,7 @@ SmallRank::Options one_fixed_page(const io::ScratchDirectory& directory) {
   SmallRank::Options out;
   out.config = tiny();
   out.config.parameters = Placement::Device;
-  out.config.optimizer = Placement::Nvme;
+  out.config.optimizer_state = Placement::Nvme;
   out.config.nvme = {directory.path().string()};
   out.config.nvme_budget = 1_MiB;
   out.config.faults = std::make_shared<io::FaultPlan>();

@@ -8,9 +8,10 @@
 #include <gtest/gtest.h>
 #include <sys/resource.h>
 
+#include "pagoda/base/error.h"
 #include "pagoda/comm/solo_world.h"
 #include "pagoda/engine/backend.h"
-#include "pagoda/engine/host_need.h"
+#include "pagoda/engine/host_buffers.h"
 #include "pagoda/engine/runtime.h"
 #include "unit/io/scratch_directory.h"
 
@@ -26,7 +27,7 @@ Bytes attach_on(Placement states, pager::Placement page_now, Config config) {
   config.device = "cpu";
   config.device_budget = 4 * kFitParameter;
   config.gradient_staging = kFitParameter;
-  config.parameters = config.gradients = config.optimizer = states;
+  config.parameters = config.gradients = config.optimizer_state = states;
   Runtime runtime(config, comm::make_solo_world());
   const std::vector<std::byte> zeros(kFitParameter);
   pager::Page& page = runtime.pager().adopt("w", kFitElements, sizeof(float), page_now,
@@ -98,7 +99,7 @@ TEST(Fit, GradientsOnTheDeviceTakeTheRoomOfPagesThatAreThereByChance) {
   config.device = "cpu";
   config.device_budget = 3 * kFitParameter;
   config.gradient_staging = kFitParameter;
-  config.parameters = config.optimizer = Placement::Host;
+  config.parameters = config.optimizer_state = Placement::Host;
   config.gradients = Placement::Device;
   const auto train = [](const Config& with) {
     Runtime runtime(with, comm::make_solo_world());
@@ -189,22 +190,21 @@ TEST(Fit, TheHostBudgetThatIsAdvisedIsTheSmallestThatFits) {
   config.device = "cpu";
   config.device_budget = 1_MiB + 384_KiB;
   config.gradient_staging = 772_KiB;
-  config.staging = 64_KiB;
   config.moments = MomentType::Bf16;
   config.nvme = {scratch.path().string()};
   int refused = 0;
   for (const Bytes nvme : {3_MiB, 5_MiB, 6_MiB + 133_KiB}) {
-    for (const Bytes chunk : {4_KiB, 32_KiB, 64_KiB}) {
+    for (const Bytes chunk : {Bytes{0}, 4_KiB, 32_KiB, 64_KiB}) {  // 0: derived, as staging then
       for (const unsigned buffers : {2U, 8U, 20U, 100U}) {
         for (const Bytes more : {4_KiB, 20_KiB, 200_KiB}) {
           config.nvme_budget = nvme;
           config.update_chunk = chunk;
+          config.staging = chunk == 0 ? 0 : 64_KiB;
           config.update_buffers = buffers;
           config.host_budget = 0;
-          Bytes least = more;  // checksums of pages that come first
-          for (const HostNeed& need : host_needs(config, device::DeviceKind::Host, 1)) {
-            least += need.bytes;
-          }
+          const HostBuffers own(config, device::DeviceKind::Host, 1);
+          // `more`: checksums of pages that come first.
+          const Bytes least = own.least_budget(own.least(), more);
           config.host_budget = least;
           const auto advice = advised_host_budget(config);
           if (!advice) continue;
@@ -215,7 +215,7 @@ TEST(Fit, TheHostBudgetThatIsAdvisedIsTheSmallestThatFits) {
           config.host_budget = parse_bytes(*advice);
           EXPECT_EQ(advised_host_budget(config), std::nullopt);
           while (format_bytes_up(config.host_budget) == *advice) --config.host_budget;
-          if (config.host_budget > least) {
+          if (config.host_budget > least && chunk != 0) {
             EXPECT_EQ(advised_host_budget(config), *advice);
           }
         }
@@ -223,6 +223,27 @@ TEST(Fit, TheHostBudgetThatIsAdvisedIsTheSmallestThatFits) {
     }
   }
   EXPECT_GT(refused, 48);
+}
+
+TEST(HostBuffersOf, TakeAShareOfWhatThereIs) {
+  const io::ScratchDirectory scratch;
+  Config config;
+  config.device = "cpu";
+  config.nvme = {scratch.path().string()};
+  const HostBuffers buffers(config, device::DeviceKind::Host, 1);
+  EXPECT_EQ(buffers.staging(kNoLimit), 4_MiB);
+  EXPECT_EQ(buffers.update_elements(kNoLimit), 1_MiB);
+  EXPECT_EQ(buffers.update_buffers(kNoLimit), 8U);
+  // 8 MiB of it are the swap files'.
+  EXPECT_LE(buffers.bytes(64_MiB), 8_MiB + 2 * 64_MiB / 8);
+  const Bytes least = buffers.least();
+  EXPECT_LE(least, 12_MiB);
+  config.host_budget = least;
+  EXPECT_NO_THROW(check_host_budget(config, device::DeviceKind::Host, 1));
+  config.host_budget = least * 98 / 100;  // messages have two decimals
+  EXPECT_THROW(check_host_budget(config, device::DeviceKind::Host, 1), UserError);
+  config.staging = 16_MiB;  // what is given is taken
+  EXPECT_EQ(HostBuffers(config, device::DeviceKind::Host, 1).staging(64_MiB), 16_MiB);
 }
 
 }  // namespace

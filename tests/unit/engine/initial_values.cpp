@@ -65,7 +65,7 @@ class InitialValuesOf : public testing::TestWithParam<Case> {
       out.config.nvme_budget = 16_MiB;
     }
     if (GetParam().parameters == Placement::Device) out.config.device_budget = 1_MiB;
-    out.config.gradients = out.config.optimizer = Placement::Host;
+    out.config.gradients = out.config.optimizer_state = Placement::Host;
     out.config.staging = rank == 1 ? 16_KiB : 32_KiB;  // ranks may differ in it
     out.dtype = GetParam().dtype;
     out.frozen = {1};

@@ -46,7 +46,7 @@ TEST_P(LargeGradients, SoOnAnAsynchronousDeviceWithStatesOnDisk) {
   const io::ScratchDirectory directory;
   r.config.device = "emulated";
   r.config.check_order = true;
-  r.config.parameters = r.config.gradients = r.config.optimizer = Placement::Nvme;
+  r.config.parameters = r.config.gradients = r.config.optimizer_state = Placement::Nvme;
   r.config.nvme = {directory.path().string()};
   r.config.nvme_budget = 16_MiB;
   EXPECT_NO_THROW(rehearse(r));

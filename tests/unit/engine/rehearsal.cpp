@@ -395,7 +395,7 @@ Config tiny() {
   config.device = "cpu";
   config.device_budget = 100_KiB + 60_KiB;
   config.gradient_staging = 80_KiB;
-  config.parameters = config.gradients = config.optimizer = Placement::Host;
+  config.parameters = config.gradients = config.optimizer_state = Placement::Host;
   config.staging = 16_KiB;
   config.update_chunk = 16_KiB;
   config.update_buffers = 2;

@@ -58,7 +58,7 @@ TEST_P(RuntimeRanks, SoOnAnAsynchronousDeviceWithStatesOnDisk) {
   std::tie(r.ranks, r.config.zero) = GetParam();
   r.config.device = "emulated";
   r.config.check_order = true;
-  r.config.parameters = r.config.gradients = r.config.optimizer = Placement::Nvme;
+  r.config.parameters = r.config.gradients = r.config.optimizer_state = Placement::Nvme;
   r.config.nvme = {directory.path().string()};
   r.config.nvme_budget = 16_MiB;
   r.config.moments = MomentType::Bf16;
@@ -182,7 +182,7 @@ TEST_P(EarlyUpdates, AreNotSeenBeforeTheStepWhateverLiesWhere) {
       for (const auto optimizer : choices) {
         r.config.parameters = parameters;
         r.config.gradients = gradients;
-        r.config.optimizer = optimizer;
+        r.config.optimizer_state = optimizer;
         for (const auto gradient_dtype : {GradientType::Parameter, GradientType::Fp32}) {
           r.config.gradient_dtype = gradient_dtype;
           const std::uint64_t early = early_updates()[0];

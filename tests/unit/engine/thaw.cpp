@@ -94,7 +94,7 @@ TEST_P(Thaw, SoOnAnAsynchronousDeviceWithStatesOnDisk) {
   const io::ScratchDirectory directory;
   r.config.device = "emulated";
   r.config.check_order = true;
-  r.config.parameters = r.config.gradients = r.config.optimizer = Placement::Nvme;
+  r.config.parameters = r.config.gradients = r.config.optimizer_state = Placement::Nvme;
   r.config.nvme = {directory.path().string()};
   r.config.nvme_budget = 16_MiB;
   r.micro_batches = 2;
@@ -102,7 +102,7 @@ TEST_P(Thaw, SoOnAnAsynchronousDeviceWithStatesOnDisk) {
 }
 
 TEST_P(Thaw, SoWithStatesOnTheDevice) {
-  r.config.gradients = r.config.optimizer = Placement::Device;
+  r.config.gradients = r.config.optimizer_state = Placement::Device;
   r.config.device_budget = 80_KiB + 760_KiB;  // where pages must make room, and leave crumbs
   EXPECT_NO_THROW(rehearse(r));
 }
