@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "pagoda/base/memory_limit.h"
 
+#include <algorithm>
 #include <fstream>
 #include <limits>
 
 #include <fmt/format.h>
 #include <sys/resource.h>
+
+#include "pagoda/base/cgroup_memory.h"
 
 namespace pagoda {
 namespace {
@@ -48,6 +51,20 @@ std::optional<MemoryLimit> tightest_memory_limit() {
     if (!tightest || found.left() < tightest->left()) tightest = std::move(found);
   }
   return tightest;
+}
+
+std::optional<Bytes> available_memory() {
+  std::optional<Bytes> least;
+  const auto take = [&](Bytes left) { least = std::min(least.value_or(left), left); };
+  std::ifstream meminfo("/proc/meminfo");
+  for (std::string key; meminfo >> key;) {
+    Bytes kib = 0;
+    if (key == "MemAvailable:" && meminfo >> kib) take(kib * 1_KiB);
+    meminfo.ignore(std::numeric_limits<std::streamsize>::max(), '\n');
+  }
+  if (const auto limit = tightest_memory_limit()) take(limit->left());
+  if (const auto limit = cgroup_memory_limit()) take(limit->left());
+  return least;
 }
 
 std::string refused_memory(Bytes bytes) {

@@ -8,8 +8,8 @@
 
 namespace pagoda {
 
-/// A limit on the memory of this process, as setrlimit(2) and `ulimit` set it. The machine may have
-/// more. A plain value.
+/// A limit on the memory of this process, or of all processes of its control group. The machine may
+/// have more. A plain value.
 struct MemoryLimit {
   std::string name;  ///< "RLIMIT_AS (ulimit -v)"
   Bytes allowed = 0;
@@ -20,9 +20,13 @@ struct MemoryLimit {
   std::string describe() const;
 };
 
-/// The limit that leaves least, as it is now; nothing where none is set. May be called from any
-/// thread.
+/// The limit of setrlimit(2) and `ulimit` that leaves least, as it is now; nothing where none is
+/// set. May be called from any thread.
 std::optional<MemoryLimit> tightest_memory_limit();
+
+/// What this process could have now without swapping: of the machine, its control group and its own
+/// limits the one that has least left; nothing where none of them says. Any thread.
+std::optional<Bytes> available_memory();
 
 /// Why the process was not given `bytes` more: the limit that refuses them, or that the machine has
 /// none left.

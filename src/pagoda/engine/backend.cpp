@@ -8,6 +8,7 @@
 #include <cstring>
 #include <limits>
 #include <map>
+#include <optional>
 #include <string>
 #include <system_error>
 
@@ -22,6 +23,7 @@
 #include "pagoda/device/ordering_checker.h"
 #include "pagoda/engine/host_buffers.h"
 #include "pagoda/io/swap_file.h"
+#include "pagoda/plan/host_margin.h"
 
 namespace pagoda::engine {
 namespace {
@@ -72,6 +74,15 @@ Bytes default_nvme_budget(const std::vector<std::string>& directories, int ranks
   }
   const Bytes sum = each * directories.size();
   return sum - sum % pager::Tiers::kNvmeBlock;
+}
+
+/// What is available now, less a margin and shared by the ranks of this machine. At least `own`
+/// buffers: where there is no memory for these, the system says so.
+Bytes default_host_budget(Bytes own, int ranks_here) {
+  const std::optional<Bytes> available = available_memory();
+  if (!available) return kNoLimit;
+  const Bytes left = *available - plan::host_margin(*available);
+  return std::max(own, left / static_cast<Bytes>(ranks_here));
 }
 
 Bytes nvme_capacity(const Config& config, int ranks_here) {
@@ -174,7 +185,12 @@ pager::Tiers::Options tiers_options(const Config& config,
         format_bytes_up(pager::Tiers::least_device_budget(options, 1)),
         set ? ", or lower gradient_staging" : ""));
   }
-  options.host_budget = config.host_budget != 0 ? config.host_budget : kNoLimit;
+  options.host_budget = config.host_budget;
+  if (config.host_budget == 0) {
+    const HostBuffers own(config, device->kind(), ranks);
+    options.host_budget = default_host_budget(own.least(), ranks_here(ranks));
+    options.host_budget_derived = true;
+  }
   for (const std::string& directory : config.nvme) options.swap.directories.emplace_back(directory);
   if (!config.nvme.empty()) options.swap.capacity = nvme_capacity(config, ranks_here(ranks));
   options.swap.checksums = config.checksums;

@@ -161,16 +161,19 @@ void Fit::check() const {
   check_device();
   const Missing missing = fill(host_.limit, nvme_.limit);
   if (missing.none()) return;
-  const auto room = [](std::string_view key, const Room& tier) {
-    return tier.limit >= kNoLimit ? fmt::format("{} is not set", key)
-                                  : fmt::format("{} = {} has {} for them", key,
-                                                format_bytes(tier.limit), format_bytes(tier.free));
+  const bool derived = tiers_.options().host_budget_derived;
+  const auto room = [](std::string_view key, const Room& tier, std::string_view why) {
+    return tier.limit >= kNoLimit
+               ? fmt::format("{} is not set", key)
+               : fmt::format("{} = {}{} has {} for them", key, format_bytes(tier.limit), why,
+                             format_bytes(tier.free));
   };
   const auto host_of = [](Bytes budget) {
     return fmt::format("host_budget to at least {}", format_bytes_up(budget));
   };
-  std::vector<std::string> has = {room("host_budget", host_)};
-  if (tiers_.swaps()) has.push_back(room("nvme_budget", nvme_));
+  std::vector<std::string> has = {
+      room("host_budget", host_, derived ? " (what was available, less a margin)" : "")};
+  if (tiers_.swaps()) has.push_back(room("nvme_budget", nvme_, ""));
   std::vector<std::string> help;
   const std::optional<Bytes> host_alone = least_host_budget(nvme_.limit);
   if (missing.nvme > 0) {
@@ -179,7 +182,7 @@ void Fit::check() const {
     help.push_back(fmt::format("raise nvme_budget to at least {}{}", format_bytes_up(nvme),
                                host > host_.limit ? " and " + host_of(host) : ""));
   }
-  if (host_alone) help.push_back("raise " + host_of(*host_alone));
+  if (host_alone) help.push_back((derived ? "set " : "raise ") + host_of(*host_alone));
   if (!tiers_.swaps()) help.emplace_back("set nvme to a directory");
   throw UserError(fmt::format("{} states do not fit: {}; {}: {}", whose, list(),
                               fmt::join(has, ", "), fmt::join(help, " or ")));

@@ -44,6 +44,8 @@ class Tiers {
     /// Where that is one part in so many of any budget; 0: it was set by itself.
     Bytes gradient_share = 0;
     Bytes host_budget = 0;
+    /// Whether that is what the machine has left, and nobody has set it.
+    bool host_budget_derived = false;
     /// Swap space; none without directories. Its capacity is the NVMe budget.
     io::SwapOptions swap;
   };

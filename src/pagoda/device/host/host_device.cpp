@@ -117,17 +117,6 @@ class HostStream final : public Stream {
   std::exception_ptr failure_;  // guarded by mutex_
 };
 
-/// Bytes that the kernel could give to processes without swapping; nothing where it does not say.
-std::optional<Bytes> available() {
-  std::ifstream meminfo("/proc/meminfo");
-  for (std::string key; meminfo >> key;) {
-    Bytes kib = 0;
-    if (key == "MemAvailable:" && meminfo >> kib) return kib * 1_KiB;
-    meminfo.ignore(std::numeric_limits<std::streamsize>::max(), '\n');
-  }
-  return std::nullopt;
-}
-
 class HostDevice final : public Device {
  public:
   explicit HostDevice(Options options)
@@ -138,9 +127,7 @@ class HostDevice final : public Device {
     PAGODA_CHECK_EQ(::sysinfo(&info), 0);
     const Bytes total = info.totalram * Bytes{info.mem_unit};
     // Not freeram: what the page cache has is free for whoever asks for it.
-    const Bytes free = available().value_or(info.freeram * Bytes{info.mem_unit});
-    const auto limit = tightest_memory_limit();
-    return {limit ? std::min(free, limit->left()) : free, total};
+    return {available_memory().value_or(info.freeram * Bytes{info.mem_unit}), total};
   }
 
  private:
