@@ -163,25 +163,27 @@ def test_close_does_not_wait_for_a_call_that_is_stuck() -> None:
     assert len(errors) == 1, errors
 
 
+@pytest.mark.parametrize("call", ["close", "release"])
 @pytest.mark.parametrize("how", ["engine", "plain"])
-def test_close_inside_a_backward_is_refused(how: str) -> None:
+def test_an_end_inside_a_backward_is_refused(how: str, call: str) -> None:
+    """Of the parameter's hooks, which autograd goes through just then, release() would take some away."""
     with make_engine() as engine:
         model = make_model()
         engine.attach(model, lr=0.01)
         told = []
 
-        def close(_: torch.Tensor) -> None:
+        def end(_: torch.Tensor) -> None:
             try:
-                engine.close()
+                engine.close() if call == "close" else engine.release(model)
             except pagoda.UserError as error:
                 told.append(str(error))
 
         out = model(torch.ones(1, WIDTH))
-        hook = next(model.parameters()).register_hook(close)  # gradients of others have come by then
+        hook = next(model.parameters()).register_hook(end)  # gradients of others have come by then
         out.sum().backward() if how == "plain" else engine.backward(out.sum())
         hook.remove()
         engine.step()
-        assert len(told) == 1 and "close() was called inside" in told[0], told
+        assert len(told) == 1 and f"{call}() was called inside" in told[0], told
         train(engine, model, 1)
 
 

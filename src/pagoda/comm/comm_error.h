@@ -51,4 +51,10 @@ class RemoteError : public EngineError {
   int rank_;
 };
 
+/// …where it no longer has the version that was asked for.
+class VersionGone : public RemoteError {
+ public:
+  using RemoteError::RemoteError;
+};
+
 }  // namespace pagoda::comm

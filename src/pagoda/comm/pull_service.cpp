@@ -19,7 +19,7 @@ constexpr Tag kAskTag = 0;
 // half a thousand million pulls.
 constexpr Tag kFirstAnswerTag = 2;
 constexpr Tag kAnswerTags = (kTags - kFirstAnswerTag) / 2;
-constexpr std::size_t kMaxRefusal = 1016;
+constexpr std::size_t kMaxRefusal = 1008;
 
 /// As sent. Ranks run the same program on the same kind of machine: no byte order to agree on.
 struct WireAsk {
@@ -35,6 +35,7 @@ struct WireAsk {
 /// bytes, so that the receive posted for those ends too.
 struct WireHead {
   std::uint64_t refusal_bytes;
+  std::uint64_t version_gone;
   std::array<char, kMaxRefusal> refusal;
 };
 
@@ -59,6 +60,11 @@ void PullReply::give(std::span<const std::byte> data, std::shared_ptr<const void
 void PullReply::refuse(std::string why) {
   answered_ = true;
   error_ = why.empty() ? "no reason was given" : std::move(why);
+}
+
+void PullReply::refuse_version(std::string why) {
+  refuse(std::move(why));
+  version_gone_ = true;
 }
 
 PullService::PullService(std::unique_ptr<Group> group, Handler handler, Options options)
@@ -176,6 +182,7 @@ void PullService::answer(const Job& job) {
 
   const std::string& error = reply.error_;
   WireHead head;
+  head.version_gone = reply.version_gone_ ? 1 : 0;
   head.refusal_bytes = error.copy(head.refusal.data(), kMaxRefusal);
   const std::byte nothing{};
   const auto head_bytes = offsetof(WireHead, refusal) + head.refusal_bytes;
@@ -196,6 +203,7 @@ void PullService::answer(const Job& job) {
 void PullService::pull_here(const Pull& pull) {
   const PullRequest request{pull.rank, pull.key, pull.version, pull.begin, pull.out.size()};
   const PullReply reply = ask_handler(request, [] {});
+  if (reply.version_gone_) throw VersionGone(pull.rank, reply.error_);
   if (!reply.error_.empty()) throw RemoteError(pull.rank, reply.error_);
   if (!pull.out.empty()) std::memcpy(pull.out.data(), reply.data_.data(), pull.out.size());
 }
@@ -243,7 +251,9 @@ void PullService::pull(std::span<const Pull> pulls) {
       const WireHead& head = asked[i].head;
       const std::string text(head.refusal.data(),
                              std::min<std::uint64_t>(head.refusal_bytes, kMaxRefusal));
-      asked[i].error = std::make_exception_ptr(RemoteError(pull.rank, text));
+      asked[i].error = head.version_gone != 0
+                           ? std::make_exception_ptr(VersionGone(pull.rank, text))
+                           : std::make_exception_ptr(RemoteError(pull.rank, text));
       pulled_.add(0, 0);
     } else {
       pulled_.add(0, pull.out.size());

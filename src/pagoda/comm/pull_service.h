@@ -37,6 +37,8 @@ class PullReply {
   /// Exactly the bytes asked for. They are sent from where they lie; `owner` keeps them there.
   void give(std::span<const std::byte> data, std::shared_ptr<const void> owner = {});
   void refuse(std::string why);
+  /// The version that was asked for is no longer there: VersionGone.
+  void refuse_version(std::string why);
   /// To be called before waiting for a version: another thread takes over meanwhile, so that any
   /// number of waiting handlers does not keep the others from being answered.
   void about_to_wait() { waits_(); }
@@ -51,6 +53,7 @@ class PullReply {
   std::span<const std::byte> data_;
   std::shared_ptr<const void> owner_;
   std::string error_;
+  bool version_gone_ = false;
 };
 
 /// One read of PullService::pull(); `out` says how many bytes.
@@ -98,7 +101,8 @@ class PullService {
   /// running handlers, which see stop().
   ~PullService();
 
-  /// Fills `out`. RemoteError if that rank's handler refused, GroupAborted, PeerLost.
+  /// Fills `out`. RemoteError or VersionGone if that rank's handler refused, GroupAborted,
+  /// PeerLost.
   void pull(int rank, std::uint64_t key, std::uint64_t version, std::uint64_t begin,
             std::span<std::byte> out);
   /// The same for many, all asked for before any is waited for. Throws the first failure in the

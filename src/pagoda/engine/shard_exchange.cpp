@@ -196,8 +196,8 @@ void ShardExchange::serve(const comm::PullRequest& request, comm::PullReply& rep
   const auto reading = std::make_shared<const Serving>(*this, found, request);
   const pager::HomeReader& reader = reading->reader;
   if (reader.wanted() != request.version) {  // its update may be under way
-    reply.refuse(fmt::format("page '{}' has gone on from version {} to {}", page.name(),
-                             request.version, reader.wanted()));
+    reply.refuse_version(fmt::format("page '{}' has gone on from version {} to {}", page.name(),
+                                     request.version, reader.wanted()));
     return;
   }
   const pager::Home& home = reader.home();

@@ -7,6 +7,7 @@
 
 #include "pagoda/base/error.h"
 #include "pagoda/base/trace.h"
+#include "pagoda/comm/comm_error.h"
 
 namespace pagoda::pager {
 
@@ -70,6 +71,7 @@ void Fetcher::start(PageRecord& page, Source source, Priority priority, const Lo
   source.in_place = was == Residency::Resident;
   table_.set_residency(page, Residency::Fetching, lock);
   page.fetch_error = nullptr;
+  table_.change_version(page, lock, [&] { page.gone = PageRecord::kNoVersion; });
   ++running_;
   try {
     (void)threads_.submit([this, &page, source] { fetch(page, source); }, priority);
@@ -98,6 +100,7 @@ void Fetcher::fetch(PageRecord& page, Source source) {
   }
   const Stopwatch watch;
   std::exception_ptr error;
+  bool gone = false;
   device::Mark ready;
   try {
     PAGODA_TRACE("pager", "fetch", {"page", page.name()}, {"bytes", page.bytes()});
@@ -109,6 +112,7 @@ void Fetcher::fetch(PageRecord& page, Source source) {
   } catch (Error& failure) {
     failure.add_context(context("page", page.name()));
     error = std::current_exception();
+    gone = dynamic_cast<const comm::VersionGone*>(&failure) != nullptr;
   } catch (...) {
     error = std::current_exception();
   }
@@ -136,6 +140,7 @@ void Fetcher::fetch(PageRecord& page, Source source) {
         --table_.stats(lock).evictions;
       }
       page.fetch_error = std::move(error);
+      if (gone) table_.change_version(page, lock, [&] { page.gone = source.version; });
     } else {
       page.ready = in_order_at_once ? device::Mark{} : ready;
       if (in_order_at_once) note_rate(bytes, watch.seconds(), lock);

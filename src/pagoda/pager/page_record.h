@@ -43,6 +43,9 @@ struct alignas(64) PageRecord final : Page {
     rename(std::move(page_name));
   }
 
+  /// Of a copy whose overwrite in place failed, and of what is none.
+  static constexpr std::uint64_t kNoVersion = ~std::uint64_t{0};
+
   Residency residency = Residency::Absent;
   Contents contents = Contents::Blank;
   /// Its next version is being made before step() asks for it: a copy of this one will hardly be
@@ -75,6 +78,8 @@ struct alignas(64) PageRecord final : Page {
   bool user_wrote = false;  // since Pager::forget_user_writes()
   Binding* binding = nullptr;
   std::exception_ptr fetch_error;
+  /// The version that another rank has gone on from, which `fetch_error` says: nothing has failed.
+  std::uint64_t gone = kNoVersion;
   device::Mark ready;
 
   device::Block block;
@@ -95,9 +100,6 @@ struct alignas(64) PageRecord final : Page {
   /// Behind what streams have been given that reads home, beside the copy that `ready` is behind:
   /// lookups, and copies to where the page has been dropped from since.
   std::vector<device::Mark> reading;
-
-  /// Of a copy whose overwrite in place failed.
-  static constexpr std::uint64_t kNoVersion = ~std::uint64_t{0};
 
   /// Under the lock; whoever has the former name keeps it.
   void rename(std::string to) {
@@ -133,8 +135,12 @@ struct alignas(64) PageRecord final : Page {
   bool has_pending_update() const noexcept { return version < wanted; }
   /// A fetch would bring what is out of date soon, or has to wait.
   bool awaits_update() const noexcept {
-    return has_pending_update() || (superseded && next == nullptr);
+    return has_pending_update() || (superseded && next == nullptr) || outdated();
   }
+  /// Its last fetch has failed: whoever touches it next hears of that.
+  bool failed() const noexcept { return fetch_error != nullptr && gone == kNoVersion; }
+  /// Other ranks do not have its version any more: the step() that they are in comes here, too.
+  bool outdated() const noexcept { return gone == wanted; }
   bool spoiled() const noexcept { return resident_version == kNoVersion; }
   /// The copy on the device, if there is one, is of the version that anybody may see.
   bool current() const noexcept { return fixed || resident_version == wanted; }

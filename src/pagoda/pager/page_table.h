@@ -48,6 +48,15 @@ class PageTable final : public Occupancy {
     changed_.wait(lock, done);
     take_back(lock);
   }
+  /// The same, for so long; false: it is not done.
+  template <class Duration, class Done>
+  bool wait_lending_for(Lock& lock, const Duration& limit, const Done& done) {
+    lend(lock);
+    notify();
+    const bool is_done = changed_.wait_for(lock, limit, done);
+    take_back(lock);
+    return is_done;
+  }
   /// The same, asking `done` whenever a page was unpinned or lent as well.
   template <class Done>
   void wait_for_pins(Lock& lock, const Done& done) {

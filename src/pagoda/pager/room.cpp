@@ -42,7 +42,7 @@ void Room::fetch_ahead(const Lock& lock) {
     if (id == kNoPage) return;
     PageRecord& page = *table_.pages(lock)[id];
     if (page.residency != Residency::Absent || page.awaits_update() || page.blank()) return;
-    if (page.fetch_error != nullptr) return;  // whoever touches it shall see that first
+    if (page.failed()) return;  // whoever touches it shall see that first
     while (!copies_.try_take(page, lock)) {
       PageRecord* goes = victim(id, false, lock);
       if (goes == nullptr) return;
@@ -68,7 +68,7 @@ bool Room::bring(std::span<const Access> accesses, Lock& lock) {
   for (const Access& access : accesses) {
     PageRecord& page = record_of(*access.page);
     // step() has come while the lock was open: the update first, then all over again.
-    if (page.has_pending_update()) continue;
+    if (page.has_pending_update() || page.outdated()) continue;
     if (page.residency == Residency::Resident && !page.current()) {
       // Its pointer is in use, by a hold or an operator of another thread: the new bytes come to
       // the same place. (One of the pins is that of who wants it.)
@@ -81,7 +81,7 @@ bool Room::bring(std::span<const Access> accesses, Lock& lock) {
     }
     if (page.residency != Residency::Absent) continue;
     // What befell a prefetch befalls whoever needs the page: no error is lost.
-    if (page.fetch_error != nullptr) {
+    if (page.failed()) {
       std::rethrow_exception(std::exchange(page.fetch_error, nullptr));
     }
     if (!take(page, accesses, lock)) return false;

@@ -2,6 +2,8 @@
 #include "pagoda/pager/touches.h"
 
 #include <algorithm>
+#include <chrono>
+#include <exception>
 #include <utility>
 
 #include "pagoda/base/error.h"
@@ -35,12 +37,16 @@ bool Touches::wait_for_conflict(std::span<const Access> accesses, Lock& lock) {
   }
   const auto pending = std::find_if(accesses.begin(), accesses.end(), [](const Access& access) {
     const PageRecord& page = record_of(*access.page);
-    return page.has_pending_update() || page.lookups > 0;
+    return page.has_pending_update() || page.lookups > 0 || page.outdated();
   });
   if (pending == accesses.end()) return false;
   PageRecord& page = record_of(*pending->page);
   if (page.lookups > 0) {  // another thread's operator has the storage, while it runs
     table_.wait(lock);
+    return true;
+  }
+  if (page.outdated()) {
+    wait_for_own_step(page, lock);
     return true;
   }
   PendingUpdates* updates = homes_.pending_updates(lock);
@@ -219,7 +225,20 @@ void Touches::wait_for_page(PageRecord& page, Lock& lock) {
       page.prefetched = false;
     }
   }
-  if (page.fetch_error != nullptr) std::rethrow_exception(std::exchange(page.fetch_error, nullptr));
+  if (page.failed()) std::rethrow_exception(std::exchange(page.fetch_error, nullptr));
+}
+
+/// Another thread's operator may touch a page while this rank's step() is on its way and others
+/// have theirs behind them: they do not have this version any more. So it sees the next one.
+void Touches::wait_for_own_step(PageRecord& page, Lock& lock) {
+  PAGODA_TRACE("pager", "wait for step", {"page", page.name()});
+  // step() marks its pages as soon as all ranks are in it. If it does not, ranks have diverged.
+  constexpr std::chrono::seconds kLimit{10};
+  const auto over = [&] { return !page.outdated() || !bindings_.refused(lock).empty(); };
+  if (table_.wait_lending_for(lock, kLimit, over)) return;
+  table_.change_version(page, lock, [&] { page.gone = PageRecord::kNoVersion; });
+  if (page.fetch_error == nullptr) return;
+  std::rethrow_exception(std::exchange(page.fetch_error, nullptr));
 }
 
 void Touches::use(PageRecord& page, bool write, std::uint8_t mode, device::Stream* consumer,

@@ -47,6 +47,7 @@ class Touches {
   static bool complete(std::span<const Access> accesses, const Lock& lock);
   void note_stall(Nanos& of, Nanos wait, const Lock& lock) noexcept;
   void wait_for_page(PageRecord& page, Lock& lock);
+  void wait_for_own_step(PageRecord& page, Lock& lock);
   void use(PageRecord& page, bool write, std::uint8_t mode, device::Stream* consumer,
            const Lock& lock);
   void unpin_all(std::span<const Access> accesses, const Lock& lock) noexcept;

@@ -36,6 +36,7 @@ std::vector<Page*> Versions::mark_pending(std::span<Page* const> pages) {
   std::vector<device::Mark> taken;
   Lock lock = table_.lock();
   for (Page* page : pages) table_.add_pending_update(record_of(*page), lock);
+  table_.notify();
   for (Page* pending : pages) {
     PageRecord& page = record_of(*pending);
     table_.wait(lock, [&] { return !page.moving() && page.readers == 0; });

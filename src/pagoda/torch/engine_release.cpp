@@ -119,6 +119,7 @@ void Engine::Impl::make_plain(PlainCopy& copy) {
 
 void Engine::Impl::release(const std::vector<at::Tensor>& model, const std::string& refusal) {
   torch::observer::require_no_operator("release()");
+  require_no_call_around("release()");  // autograd runs over the hooks that go
   const Calling calling(*this, "release()");
   require_no_other_pass();
   const NoExchanges until_the_end(*this);
