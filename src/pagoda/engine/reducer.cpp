@@ -137,13 +137,14 @@ void Reducer::push(Contribution contribution) {
   if (rounds_.empty() || rounds_.back()->over) new_round(lock);
   // It may be over and gone while this waits, where nobody adds the contribution up.
   round = rounds_.back();
-  const auto refused = [&] { return round->opened && !is_trained(arrival.contribution); };
+  const auto refused = [&] {
+    return round->ended || (round->opened && !is_trained(arrival.contribution));
+  };
   const bool large = is_large(arrival.contribution);
   const Stopwatch watch;
   while (!refused() && !has_room_for(arrival.contribution, lock)) {
     if (wants_local_) {
       // The thread waits for a gradient that comes after this one: waiting for it would be forever.
-      ++stats_.parked;
       park(arrival, lock);
       break;
     }
@@ -170,7 +171,8 @@ void Reducer::push(Contribution contribution) {
   if (!large || place->parked) return;
   const Stopwatch leaving;
   changed_.wait(lock, [&] {
-    return error_ != nullptr || stopping_ || !place || place->contribution.data == nullptr;
+    return error_ != nullptr || stopping_ || round->ended || !place ||
+           place->contribution.data == nullptr;
   });
   stats_.push_stall += leaving.elapsed_ns();
   if (error_ != nullptr) std::rethrow_exception(error_);
@@ -190,6 +192,7 @@ bool Reducer::has_room_for(const Contribution& contribution, const Lock& /*lock*
 /// The lock is open meanwhile.
 void Reducer::park(Arrival& arrival, Lock& lock) {
   const bool large = is_large(arrival.contribution);
+  ++stats_.parked;
   if (large) ++large_parked_;
   lock.unlock();
   try {
@@ -348,9 +351,18 @@ void Reducer::open(Round* round, bool thawed, Lock& lock) {
 void Reducer::end_round(Lock& lock) {
   std::shared_ptr<Round> over = std::move(rounds_.front());
   rounds_.pop_front();
+  over->ended = true;
   if (over->order.size() >= arrival_order_.size()) arrival_order_ = over->order;
+  Kept unwanted;
+  for (auto& arrival : over->arrived) {
+    if (arrival && (arrival->parked || arrival->contribution.data != nullptr)) {
+      unwanted.push_back(release(*arrival, lock));
+    }
+  }
+  changed_.notify_all();
   lock.unlock();
-  over.reset();  // with what nobody wanted of it
+  unwanted.clear();
+  over.reset();
   lock.lock();
 }
 

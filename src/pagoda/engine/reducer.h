@@ -35,7 +35,7 @@ struct Contribution {
 struct ReducerStats {
   std::uint64_t contributions = 0;
   std::uint64_t rounds = 0;
-  std::uint64_t parked = 0;  // contributions that had to wait for their turn on the host
+  std::uint64_t parked = 0;  // contributions that waited for their turn on the host
   std::uint64_t large = 0;   // contributions larger than what may wait on the device
   Bytes device_to_host = 0;
   Bytes exchanged = 0;   // sent to other ranks
@@ -95,7 +95,8 @@ class Reducer {
   /// A micro-batch's gradients begin to come; `last`: of the step. Optional: push() begins a round
   /// by itself.
   void begin(bool last);
-  /// Hands a gradient over; waits for room. A second one for the same page ends the round and
+  /// Hands a gradient over; waits for room, and until one that is larger than all of the room has
+  /// left the device. A second one for the same page ends the round and
   /// begins the next.
   void push(Contribution contribution);
   /// No more gradients come in this micro-batch.
@@ -129,7 +130,8 @@ class Reducer {
     FrozenSet thawed;                             // on this rank, when it began
     bool opened = false;                          // …and all ranks have heard of that
     bool over = false;
-    bool last = false;  // of the step, on this rank
+    bool last = false;   // of the step, on this rank
+    bool ended = false;  // nobody adds anything of it up any more
   };
   /// Elements [begin, begin + count) of every rank's shard of a page.
   struct Item {
