@@ -59,5 +59,5 @@ def test_what_does_not_fit_goes_to_disk(tmp_path: Path) -> None:
 def test_without_a_disk_it_is_refused() -> None:
     said = run()
     assert said.startswith("refused: the model's states do not fit")
-    assert "(what was available, less a margin)" in said
+    assert "(what was available to a rank, less a margin)" in said
     assert "set nvme to a directory" in said

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <fstream>
-#include <limits>
 #include <sstream>
 #include <string>
 
@@ -18,12 +17,16 @@ namespace fs = std::filesystem;
 struct Files {
   const char* limits[2];  // null: there is no second one
   const char* used;
-  const char* reclaimable;  // a line of memory.stat
+  const char* inactive;  // of the page cache: lines of memory.stat
+  const char* active;
 };
 
-constexpr Files kVersion1{
-    {"memory.limit_in_bytes", nullptr}, "memory.usage_in_bytes", "total_inactive_file"};
-constexpr Files kVersion2{{"memory.max", "memory.high"}, "memory.current", "inactive_file"};
+constexpr Files kVersion1{{"memory.limit_in_bytes", nullptr},
+                          "memory.usage_in_bytes",
+                          "total_inactive_file",
+                          "total_active_file"};
+constexpr Files kVersion2{
+    {"memory.max", "memory.high"}, "memory.current", "inactive_file", "active_file"};
 
 /// Nothing where the file does not exist or says "max".
 std::optional<Bytes> number_in(const fs::path& file) {
@@ -32,13 +35,17 @@ std::optional<Bytes> number_in(const fs::path& file) {
   return std::nullopt;
 }
 
+/// Of the page cache, what the kernel gives up easily; of what is in use there half, as it counts
+/// itself for MemAvailable.
 Bytes reclaimable_in(const fs::path& directory, const Files& files) {
   std::ifstream stat(directory / "memory.stat");
   std::string key;
+  Bytes sum = 0;
   for (Bytes value = 0; stat >> key >> value;) {
-    if (key == files.reclaimable) return value;
+    if (key == files.inactive) sum += value;
+    if (key == files.active) sum += value / 2;
   }
-  return 0;
+  return sum;
 }
 
 void take_tightest(const fs::path& directory, const Files& files,

@@ -7,6 +7,7 @@
 
 #include <fmt/format.h>
 #include <sys/resource.h>
+#include <sys/sysinfo.h>
 
 #include "pagoda/base/cgroup_memory.h"
 
@@ -33,6 +34,18 @@ std::optional<Bytes> used_of(const char* line) {
   return std::nullopt;
 }
 
+/// What the kernel could give without swapping; where it does not say, what is free.
+Bytes of_the_machine() {
+  std::ifstream meminfo("/proc/meminfo");
+  for (std::string key; meminfo >> key;) {
+    Bytes kib = 0;
+    if (key == "MemAvailable:" && meminfo >> kib) return kib * 1_KiB;
+    meminfo.ignore(std::numeric_limits<std::streamsize>::max(), '\n');
+  }
+  struct sysinfo info {};
+  return ::sysinfo(&info) == 0 ? info.freeram * Bytes{info.mem_unit} : 0;
+}
+
 }  // namespace
 
 std::string MemoryLimit::describe() const {
@@ -53,18 +66,16 @@ std::optional<MemoryLimit> tightest_memory_limit() {
   return tightest;
 }
 
-std::optional<Bytes> available_memory() {
-  std::optional<Bytes> least;
-  const auto take = [&](Bytes left) { least = std::min(least.value_or(left), left); };
-  std::ifstream meminfo("/proc/meminfo");
-  for (std::string key; meminfo >> key;) {
-    Bytes kib = 0;
-    if (key == "MemAvailable:" && meminfo >> kib) take(kib * 1_KiB);
-    meminfo.ignore(std::numeric_limits<std::streamsize>::max(), '\n');
-  }
-  if (const auto limit = tightest_memory_limit()) take(limit->left());
-  if (const auto limit = cgroup_memory_limit()) take(limit->left());
-  return least;
+Bytes available_to_all() {
+  const Bytes left = of_the_machine();
+  const auto limit = cgroup_memory_limit();
+  return limit ? std::min(left, limit->left()) : left;
+}
+
+Bytes available_memory() {
+  const Bytes left = available_to_all();
+  const auto limit = tightest_memory_limit();
+  return limit ? std::min(left, limit->left()) : left;
 }
 
 std::string refused_memory(Bytes bytes) {

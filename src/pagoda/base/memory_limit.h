@@ -24,9 +24,11 @@ struct MemoryLimit {
 /// set. May be called from any thread.
 std::optional<MemoryLimit> tightest_memory_limit();
 
-/// What this process could have now without swapping: of the machine, its control group and its own
-/// limits the one that has least left; nothing where none of them says. Any thread.
-std::optional<Bytes> available_memory();
+/// What processes could have now without swapping: the machine's, or what is left of this process's
+/// control group. Any thread.
+Bytes available_to_all();
+/// The same for this process, which may have limits of its own.
+Bytes available_memory();
 
 /// Why the process was not given `bytes` more: the limit that refuses them, or that the machine has
 /// none left.

@@ -8,7 +8,6 @@
 #include <cstring>
 #include <limits>
 #include <map>
-#include <optional>
 #include <string>
 #include <system_error>
 
@@ -76,13 +75,13 @@ Bytes default_nvme_budget(const std::vector<std::string>& directories, int ranks
   return sum - sum % pager::Tiers::kNvmeBlock;
 }
 
-/// What is available now, less a margin and shared by the ranks of this machine. At least `own`
-/// buffers: where there is no memory for these, the system says so.
+/// What is available now, less a margin: to all ranks of this machine, which share it, and to this
+/// process. At least `own` buffers: where there is no memory for these, the system says so.
 Bytes default_host_budget(Bytes own, int ranks_here) {
-  const std::optional<Bytes> available = available_memory();
-  if (!available) return kNoLimit;
-  const Bytes left = *available - plan::host_margin(*available);
-  return std::max(own, left / static_cast<Bytes>(ranks_here));
+  const auto less_margin = [](Bytes left) { return left - plan::host_margin(left); };
+  Bytes out = less_margin(available_to_all()) / static_cast<Bytes>(ranks_here);
+  if (const auto limit = tightest_memory_limit()) out = std::min(out, less_margin(limit->left()));
+  return std::max(own, out);
 }
 
 Bytes nvme_capacity(const Config& config, int ranks_here) {
@@ -187,7 +186,9 @@ pager::Tiers::Options tiers_options(const Config& config,
   }
   options.host_budget = config.host_budget;
   if (config.host_budget == 0) {
-    const HostBuffers own(config, device->kind(), ranks);
+    Config without_reserve = config;
+    without_reserve.activation_reserve = 0;
+    const HostBuffers own(without_reserve, device->kind(), ranks);
     options.host_budget = default_host_budget(own.least(), ranks_here(ranks));
     options.host_budget_derived = true;
   }

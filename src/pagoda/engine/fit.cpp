@@ -172,7 +172,7 @@ void Fit::check() const {
     return fmt::format("host_budget to at least {}", format_bytes_up(budget));
   };
   std::vector<std::string> has = {
-      room("host_budget", host_, derived ? " (what was available, less a margin)" : "")};
+      room("host_budget", host_, derived ? " (what was available to a rank, less a margin)" : "")};
   if (tiers_.swaps()) has.push_back(room("nvme_budget", nvme_, ""));
   std::vector<std::string> help;
   const std::optional<Bytes> host_alone = least_host_budget(nvme_.limit);

@@ -52,7 +52,7 @@ TEST_F(CgroupMemory, OfVersion1HasItsOwnMount) {
   write("memory/a/memory.usage_in_bytes", "100");
   EXPECT_FALSE(cgroup_memory_limit(mounts_, own).has_value());
   write("memory/a/memory.limit_in_bytes", "1000");
-  write("memory/a/memory.stat", "inactive_file 1\ntotal_inactive_file 40\n");
+  write("memory/a/memory.stat", "inactive_file 1\ntotal_inactive_file 20\ntotal_active_file 40\n");
   const auto limit = cgroup_memory_limit(mounts_, own);
   ASSERT_TRUE(limit.has_value());
   EXPECT_EQ(limit->left(), 940U);

@@ -1,13 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "pagoda/device/host/host_device.h"
 
-#include <algorithm>
 #include <cstring>
 #include <exception>
-#include <fstream>
-#include <limits>
 #include <mutex>
-#include <optional>
 #include <string>
 
 #include <sys/sysinfo.h>
@@ -125,9 +121,8 @@ class HostDevice final : public Device {
   MemoryInfo memory_info() const override {
     struct sysinfo info {};
     PAGODA_CHECK_EQ(::sysinfo(&info), 0);
-    const Bytes total = info.totalram * Bytes{info.mem_unit};
     // Not freeram: what the page cache has is free for whoever asks for it.
-    return {available_memory().value_or(info.freeram * Bytes{info.mem_unit}), total};
+    return {available_memory(), info.totalram * Bytes{info.mem_unit}};
   }
 
  private:
