@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // How a Runtime is put together.
 #include <algorithm>
+#include <chrono>
 #include <thread>
 #include <utility>
 
@@ -45,6 +46,7 @@ void Runtime::build() {
   pages.least_lookup = device_->reads_pinned_memory() ? config_.lookup_in_place : 0;
   pages.rank = rank();
   pages.sharding = {ranks()};
+  pages.own_step = std::chrono::duration<double>(config_.timeout);
   pages.dropped_wait = config_.dropped_wait;
   if (!config_.pin_advice.empty()) pages.pin_advice = config_.pin_advice;
   pager_ = std::make_unique<pager::Pager>(*tiers_, pages);

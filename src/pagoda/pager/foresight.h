@@ -38,7 +38,7 @@ class Occupancy {
   virtual Bytes free() const = 0;
   /// Bytes of resident pages that are neither in use nor dirty.
   virtual Bytes evictable() const = 0;
-  /// Pages that cannot be fetched yet: their next version is being made.
+  /// Pages that cannot be fetched yet, resident ones included: their next version is being made.
   virtual std::size_t awaiting_update() const = 0;
   /// Grows when a page comes, goes or can be fetched again.
   virtual std::uint64_t changes() const = 0;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <chrono>
 #include <string>
 
 #include "pagoda/base/bytes.h"
@@ -19,6 +20,8 @@ struct PagerOptions {
   Sharding sharding;
   /// For messages: what the user writes to keep a page where raw pointers can see it.
   std::string pin_advice = "pin it (engine.pin)";
+  /// How long a touch waits for this rank's own step(), where another rank has its behind it.
+  std::chrono::duration<double> own_step{60};
   DroppedWait dropped_wait = DroppedWait::None;
 };
 

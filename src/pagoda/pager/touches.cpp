@@ -2,7 +2,6 @@
 #include "pagoda/pager/touches.h"
 
 #include <algorithm>
-#include <chrono>
 #include <exception>
 #include <utility>
 
@@ -233,10 +232,13 @@ void Touches::wait_for_page(PageRecord& page, Lock& lock) {
 void Touches::wait_for_own_step(PageRecord& page, Lock& lock) {
   PAGODA_TRACE("pager", "wait for step", {"page", page.name()});
   // step() marks its pages as soon as all ranks are in it. If it does not, ranks have diverged.
-  constexpr std::chrono::seconds kLimit{10};
   const auto over = [&] { return !page.outdated() || !bindings_.refused(lock).empty(); };
-  if (table_.wait_lending_for(lock, kLimit, over)) return;
+  const Stopwatch watch;
+  const bool came = table_.wait_lending_for(lock, options_.own_step, over);
+  note_stall(table_.stats(lock).update_stall, watch.elapsed_ns(), lock);
+  if (came) return;
   table_.change_version(page, lock, [&] { page.gone = PageRecord::kNoVersion; });
+  table_.notify();
   if (page.fetch_error == nullptr) return;
   std::rethrow_exception(std::exchange(page.fetch_error, nullptr));
 }
