@@ -33,10 +33,10 @@ _ENGINE_NAMES = {
 _ENGINE_ANSWERS = {
     "offload_param": "say parameters='host' or 'nvme'",
     "offload_params": "say parameters='host' or 'nvme'",
-    "offload_optimizer": "say optimizer='host' or 'nvme'",
-    "offload": "say parameters=, gradients= and optimizer='host' or 'nvme'; by default ('auto') each "
-               "is placed where device_budget and host_budget have room for it",
-    "cpu_offload": "say parameters=, gradients= and optimizer='host'",
+    "offload_optimizer": "say optimizer_state='host' or 'nvme'",
+    "offload": "say parameters=, gradients= and optimizer_state='host' or 'nvme'; by default ('auto') "
+               "each is placed where device_budget and host_budget have room for it",
+    "cpu_offload": "say parameters=, gradients= and optimizer_state='host'",
     "mixed_precision": "the model's own dtype decides: model.bfloat16(), or model.half() with "
                        "loss_scale='dynamic'; masters are fp32",
     "bf16": "call model.bfloat16() before attach(); masters are fp32",

@@ -18,6 +18,7 @@ def engine(**more: Any) -> pagoda.Engine:
     """Holds two of the layers of `stack()`."""
     return pagoda.Engine(**{"device": "cpu", "device_budget": "72KiB", "gradient_staging": "24KiB",
                             "parameters": "host", "update_chunk": "64KiB", "update_threads": 1,
+                            "staging": "1MiB",
                             **more})
 
 

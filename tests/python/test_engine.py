@@ -359,7 +359,7 @@ def test_stats_are_a_dict_and_a_table() -> None:
     assert stats["steps"] == 2
     assert stats["tiers"]["device"]["peak"] <= 72 * 1024
     assert "prefetch hits" in str(stats)
-    assert "no limit" in str(stats)  # of the host
+    assert stats["tiers"]["host"]["budget"] > 64 << 20  # what was available
     assert "<td" in stats._repr_html_()
 
 

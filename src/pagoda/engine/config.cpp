@@ -39,7 +39,7 @@ void check_nvme(const Config& config) {
 }
 
 /// What is part of a budget leaves something of it. What the host must have room for depends on
-/// the device, too: host_need.h.
+/// the device, too: host_buffers.h.
 void check_budgets(const Config& config) {
   if (config.device_limit && config.device_budget > *config.device_limit) {
     throw UserError(

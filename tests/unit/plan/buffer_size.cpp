@@ -13,7 +13,7 @@ TEST(BufferSize, IsTheLargestWhereThereIsPlenty) {
   EXPECT_EQ(buffer_size(8 * 6 * 4_MiB, 6, kRange), 4_MiB);
 }
 
-TEST(BufferSize, FallsWithTheBudgetAndNeverRisesWithIt) {
+TEST(BufferSize, FollowsTheBudgetUpAndDown) {
   EXPECT_EQ(buffer_size(8 * 6 * 4_MiB - 8, 6, kRange), 2_MiB);
   Bytes before = 0;
   for (Bytes budget = 0; budget < 512_MiB; budget += 100'003) {
